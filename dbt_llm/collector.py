@@ -1,0 +1,136 @@
+"""Takes the prompts that a query needs and the store does not have.
+
+DuckDB calls the collector from all of its threads, for all models that are built at the same
+time. A token, fresh for each evaluation of a model, keeps them apart: the SQL functions carry it
+as an argument. Nothing about a resolve lives in the database, where a rollback could undo it.
+"""
+
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+
+import pyarrow as pa
+
+from dbt_llm.call import Call, make_call
+from dbt_llm.config import LLMConfig
+from dbt_llm.errors import DbtLLMError, UnresolvedError
+from dbt_llm.spool import RawSpool
+
+
+class Mode(Enum):
+    """What happens to a prompt that has no stored answer (the dbt variable `llm_mode`)."""
+
+    GENERATE = "generate"
+    CACHED = "cached"
+    NULL = "null"
+
+
+class Resolution:
+    """What one evaluation of a model's query has shown so far."""
+
+    def __init__(self, mode: Mode, spool_folder: Path):
+        self.mode = mode
+        self.calls: dict[str, Call] = {}
+        self.call_sites = 0
+        self.error: DbtLLMError | None = None
+        self.spool = RawSpool(spool_folder)
+        self.missing: set[str] = set()
+        self.seen: set[str] = set()
+
+
+class Collector:
+    """The Python side of the SQL functions; one per DuckDB database."""
+
+    def __init__(
+        self, llms: Mapping[str, LLMConfig], outside: Callable[[int], None] | None = None
+    ) -> None:
+        """Create a collector.
+
+        `outside` is told how many prompts were missing where no resolve is under way; it raises
+        or returns, and then the function yields NULL.
+        """
+        self._llms = llms
+        self._outside = outside
+        self._open: dict[str, Resolution] = {}
+        self._lock = threading.Lock()
+        self._calls_by_options: dict[str, Call] = {}
+
+    def open(self, mode: Mode, spool_folder: Path) -> tuple[str, Resolution]:
+        """Begin a resolve; the token goes into the session variable `dbt_llm_token`."""
+        token = uuid.uuid4().hex
+        resolution = Resolution(mode, spool_folder)
+        with self._lock:
+            self._open[token] = resolution
+        return token, resolution
+
+    def close(self, token: str) -> None:
+        """End a resolve; a function that still carries the token raises from now on."""
+        with self._lock:
+            self._open.pop(token, None)
+
+    def call_hash(self, token: str, options_json: str) -> str:
+        """Return the hash of the call with these options.
+
+        Raises:
+            CallError: an option is wrong.
+        """
+        resolution = self._resolution(token)
+        try:
+            call = self._calls_by_options.get(options_json)
+            if call is None:
+                call = make_call(options_json, self._llms)
+                self._calls_by_options[options_json] = call
+        except DbtLLMError as error:
+            if resolution is not None:
+                resolution.error = error
+            raise
+        if resolution is not None:
+            with self._lock:
+                resolution.calls[call.call_hash] = call
+                resolution.call_sites += 1
+        return call.call_hash
+
+    def collect(
+        self, token: str, call_hashes: pa.Array, prompt_hashes: pa.Array, prompts: pa.Array
+    ) -> None:
+        """Take prompts that have no stored answer; NULL prompts are dropped.
+
+        Raises:
+            UnresolvedError: no resolve is under way and none may be missing.
+        """
+        batch = pa.record_batch(
+            [prompt_hashes, call_hashes, prompts], names=["prompt_hash", "call_hash", "prompt"]
+        )
+        batch = batch.filter(prompts.is_valid())
+        if batch.num_rows == 0:
+            return
+        resolution = self._resolution(token)
+        if resolution is None:
+            if self._outside is not None:
+                self._outside(batch.num_rows)
+        elif resolution.mode is Mode.GENERATE:
+            resolution.spool.add(batch)
+        else:
+            with self._lock:
+                resolution.missing.update(batch.column("prompt_hash").to_pylist())
+
+    def count(self, token: str, prompt_hashes: pa.Array) -> None:
+        """Note the keys that a query looks up, for the summary line."""
+        resolution = self._resolution(token)
+        if resolution is not None:
+            keys = prompt_hashes.drop_null().to_pylist()
+            with self._lock:
+                resolution.seen.update(keys)
+
+    def _resolution(self, token: str) -> Resolution | None:
+        if not token:
+            return None
+        resolution = self._open.get(token)
+        if resolution is None:
+            raise UnresolvedError(
+                "An LLM function ran after the model it belongs to was finished. "
+                "Call LLM functions only in the SQL of a model."
+            )
+        return resolution

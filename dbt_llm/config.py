@@ -1,0 +1,184 @@
+"""The plugin's config in the dbt profile: checked as a whole, all problems reported together."""
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+)
+
+from dbt_llm.errors import ConfigError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StoreConfig(_Section):
+    """Where generations are kept."""
+
+    path: str = Field("lake/llm", min_length=1, description="A folder; holds generations/.")
+    format: Literal["delta", "parquet"] = "delta"
+    keep_prompts: bool = Field(
+        True, description="false stores the hash of a prompt but not its text."
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _is_local(cls, path: str) -> str:
+        if "://" in path:
+            raise ValueError("is a URL; a store is a local folder in this version")
+        return path
+
+
+class Sampling(_Section):
+    """How an LLM decodes; every field is part of a prompt's key."""
+
+    temperature: NonNegativeFloat = 0.0
+    max_tokens: PositiveInt = 512
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] | None = None
+    extra: dict[str, Any] | None = Field(
+        None, description="More parameters of the engine, such as top_k for vLLM."
+    )
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_or_many(cls, stop: Any) -> Any:
+        return (stop,) if isinstance(stop, str) else stop
+
+
+class Price(_Section):
+    """USD per million tokens."""
+
+    prompt: NonNegativeFloat = 0.0
+    completion: NonNegativeFloat = 0.0
+
+
+class _LLM(_Section):
+    sampling: Sampling = Sampling()
+    system: str | None = Field(None, description="The system prompt of calls that give none.")
+    price: Price = Price()
+    replicas: PositiveInt = 1
+    request_timeout_s: PositiveFloat = Field(
+        600.0, description="A request that takes longer becomes the row error `timeout`."
+    )
+
+
+class VllmLLM(_LLM):
+    """An open-weights model that vLLM runs, on this machine or on the Ray cluster."""
+
+    engine: Literal["vllm"]
+    model: str = Field(min_length=1, description="A folder with weights, or a model id.")
+    engine_args: dict[str, Any] = Field({}, description="Passed to vLLM's AsyncEngineArgs.")
+
+
+class ReplayRule(_Section):
+    """One scripted answer: the first rule that fits a prompt decides."""
+
+    prompt: str | None = Field(None, description="The whole prompt.")
+    contains: str | None = Field(None, description="A part of the prompt.")
+    output: str | None = None
+    error_code: str | None = None
+    error: str | None = None
+    delay_s: NonNegativeFloat = 0.0
+
+
+class ReplayLLM(_LLM):
+    """Recorded, scripted or made-up answers, for tests and CI: no weights, no network."""
+
+    engine: Literal["replay"]
+    model: str = Field("replay", min_length=1)
+    answers: str | None = Field(
+        None, description="A JSON-lines file of rules: prompt or contains, output, error_code …"
+    )
+    rules: tuple[ReplayRule, ...] = ()
+    otherwise: Literal["make_up", "error"] = Field(
+        "make_up", description="What happens to a prompt that no rule fits."
+    )
+    latency_s: NonNegativeFloat = Field(0.0, description="Seconds that every answer takes.")
+    concurrency: PositiveInt = Field(64, description="Answers under way at once.")
+
+
+LLMConfig = Annotated[VllmLLM | ReplayLLM, Field(discriminator="engine")]
+
+
+class RayConfig(_Section):
+    """Where jobs run."""
+
+    address: str | None = Field(
+        None, description="null: a private Ray on this machine | auto | HOST:PORT of a cluster."
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _is_joinable(cls, address: str | None) -> str | None:
+        if address is not None and "://" in address:
+            raise ValueError("is a URL; give null, auto or HOST:PORT in this version")
+        return address
+
+
+class Config(_Section):
+    """All that a profile says to this plugin."""
+
+    store: StoreConfig = StoreConfig()
+    llms: dict[str, LLMConfig] = Field(min_length=1)
+    ray: RayConfig = RayConfig()
+    max_error_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.05, description="A model fails when more than this share of its new answers failed."
+    )
+    commit_interval_s: PositiveFloat = Field(
+        5.0, description="Seconds between two commits while a job runs."
+    )
+
+
+def load_config(raw: Mapping[str, Any], ignore: Iterable[str] = ()) -> Config:
+    """Check the plugin's part of a profile.
+
+    `ignore` names keys that dbt-duckdb adds on its own (the profile's `settings`).
+
+    Raises:
+        ConfigError: with every problem: the key, what is wrong, and the value received.
+    """
+    own = {key: value for key, value in raw.items() if key not in set(ignore)}
+    try:
+        return Config.model_validate(own)
+    except ValidationError as error:
+        problems = "\n".join(f"  - {_describe(problem)}" for problem in error.errors())
+        raise ConfigError(
+            "The config of the plugin dbt_llm in profiles.yml is wrong:\n"
+            f"{problems}\n"
+            "See docs/configuration.md for all keys."
+        ) from None
+
+
+def _describe(problem: Any) -> str:
+    # pydantic puts the tag of a union member into the location; users do not write that.
+    parts = [str(part) for part in problem["loc"]]
+    if len(parts) > 2 and parts[0] == "llms" and parts[2] in {"vllm", "replay"}:
+        del parts[2]
+    key = ".".join(parts) or "config"
+    kind = problem["type"]
+    if kind == "extra_forbidden":
+        return f"{key}: no such key"
+    if kind == "missing":
+        return f"{key}: is missing"
+    if kind == "union_tag_invalid":
+        context = problem["ctx"]
+        return f"{key}.engine: {context['tag']!r} is no engine; use {context['expected_tags']}"
+    if kind == "union_tag_not_found":
+        return f"{key}.engine: is missing; use 'vllm' or 'replay'"
+    message = problem["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    # A value under a key that may hold a secret is not repeated in a log.
+    if isinstance(problem["input"], str | int | float | bool):
+        return f"{key}: {message} (got {problem['input']!r})"
+    return f"{key}: {message}"

@@ -1,0 +1,166 @@
+"""The `replay` engine: recorded, scripted or made-up answers; for tests, CI and trying things.
+
+A made-up answer is `replay ` and the first 12 hex digits of the prompt's sha256 (or one of the
+call's choices), so it depends on the prompt alone, and SQL can compute what it must be. Answers
+come back in shuffled order, so that a mistake in matching them shows.
+"""
+
+import asyncio
+import hashlib
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from dbt_llm.config import ReplayRule
+from dbt_llm.engine import Emit
+from dbt_llm.errors import EngineError
+from dbt_llm.schema import ANSWERS, ERROR_CODES, Answer, answers_table
+
+_CHARACTERS_PER_TOKEN = 4
+
+
+class ReplayEngine:
+    """See the module's text."""
+
+    version = "1"
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.concurrency: int = config["concurrency"]
+        self._latency_s: float = config["latency_s"]
+        self._otherwise: str = config["otherwise"]
+        rules = [ReplayRule.model_validate(rule) for rule in config["rules"]]
+        if config["answers"] is not None:
+            rules += _read_rules(Path(config["answers"]))
+        for rule in rules:
+            if rule.error_code is not None and rule.error_code not in ERROR_CODES:
+                raise EngineError(
+                    f"A replay rule has the error code {rule.error_code!r}; "
+                    f"use one of {', '.join(ERROR_CODES)}."
+                )
+        self._by_prompt: dict[str, ReplayRule] = {}
+        for rule in reversed(rules):
+            if rule.prompt is not None:
+                self._by_prompt[rule.prompt] = rule
+        self._by_part = [rule for rule in rules if rule.prompt is None]
+        self._scripted = bool(rules) or self._otherwise == "error" or self._latency_s > 0
+        self._slots = asyncio.Semaphore(self.concurrency)
+        self._random = random.Random(0)
+
+    async def answer(self, requests: pa.Table, call: dict[str, Any], emit: Emit) -> None:
+        """Answer every request; all at once where nothing is scripted."""
+        choices = call["output"].get("choices")
+        hashes = requests["prompt_hash"].to_pylist()
+        prompts = requests["prompt"].to_pylist()
+        rows = list(zip(hashes, prompts, strict=True))
+        self._random.shuffle(rows)
+        if not self._scripted:
+            emit(_make_up(rows, choices))
+            return
+
+        async def one(prompt_hash: str, prompt: str) -> None:
+            async with self._slots:
+                started = time.monotonic()
+                rule = self._rule(prompt)
+                await asyncio.sleep(self._latency_s + (rule.delay_s if rule else 0.0))
+                answer = self._scripted_answer(prompt_hash, prompt, rule, choices)
+                emit(answers_table([_with_latency(answer, time.monotonic() - started)]))
+
+        await asyncio.gather(*(one(prompt_hash, prompt) for prompt_hash, prompt in rows))
+
+    async def close(self) -> None:
+        """Do nothing; there is nothing to free."""
+
+    def _rule(self, prompt: str) -> ReplayRule | None:
+        exact = self._by_prompt.get(prompt)
+        if exact is not None:
+            return exact
+        for rule in self._by_part:
+            if rule.contains is None or rule.contains in prompt:
+                return rule
+        return None
+
+    def _scripted_answer(
+        self, prompt_hash: str, prompt: str, rule: ReplayRule | None, choices: list[str] | None
+    ) -> Answer:
+        tokens = _tokens(prompt)
+        if rule is None and self._otherwise == "error":
+            return Answer(
+                prompt_hash,
+                error_code="invalid_request",
+                error="no recorded answer fits this prompt",
+                prompt_tokens=tokens,
+            )
+        if rule is not None and rule.error_code is not None:
+            return Answer(
+                prompt_hash,
+                error_code=rule.error_code,
+                error=rule.error or f"scripted error {rule.error_code}",
+                output=rule.output,
+                prompt_tokens=tokens,
+            )
+        output = rule.output if rule is not None and rule.output is not None else None
+        if output is None:
+            output = made_up_answer(prompt, choices)
+        return Answer(
+            prompt_hash,
+            output=output,
+            finish_reason="stop",
+            prompt_tokens=tokens,
+            completion_tokens=_tokens(output),
+        )
+
+
+def made_up_answer(prompt: str, choices: list[str] | None = None) -> str:
+    """Return the answer to a prompt that no rule covers."""
+    digest = hashlib.sha256(prompt.encode()).hexdigest()
+    if choices:
+        return choices[int(digest[:8], 16) % len(choices)]
+    return f"replay {digest[:12]}"
+
+
+def _make_up(rows: list[tuple[str, str]], choices: list[str] | None) -> pa.Table:
+    outputs = [made_up_answer(prompt, choices) for _, prompt in rows]
+    columns: dict[str, Any] = {
+        "prompt_hash": [prompt_hash for prompt_hash, _ in rows],
+        "output": outputs,
+        "status": pa.repeat("ok", len(rows)),
+        "finish_reason": pa.repeat("stop", len(rows)),
+        "prompt_tokens": [_tokens(prompt) for _, prompt in rows],
+        "completion_tokens": [_tokens(output) for output in outputs],
+        "latency_s": pa.repeat(0.0, len(rows)),
+        "attempts": pa.repeat(pa.scalar(1, pa.int32()), len(rows)),
+    }
+    for field in ANSWERS:
+        if field.name not in columns:
+            columns[field.name] = pa.nulls(len(rows), field.type)
+    return pa.table({name: columns[name] for name in ANSWERS.names}, schema=ANSWERS)
+
+
+def _tokens(text: str) -> int:
+    return 1 + len(text) // _CHARACTERS_PER_TOKEN
+
+
+def _with_latency(answer: Answer, latency_s: float) -> Answer:
+    return Answer(**{**answer.__dict__, "latency_s": latency_s})
+
+
+def _read_rules(path: Path) -> list[ReplayRule]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise EngineError(f"The replay answers {path} cannot be read: {error.strerror}.") from error
+    rules = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            rules.append(ReplayRule.model_validate(json.loads(line)))
+        except ValueError as error:
+            raise EngineError(
+                f"The replay answers {path}, line {number}, are no rule: {error}"
+            ) from None
+    return rules

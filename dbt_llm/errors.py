@@ -1,0 +1,50 @@
+"""Everything that dbt-llm raises.
+
+    DbtLLMError
+    ├── ConfigError          the profile or a dbt variable is wrong
+    ├── CallError            the constants of a call in SQL are wrong
+    ├── UnresolvedError      a prompt has no stored answer where nothing may be asked
+    ├── NotSettledError      the query asks for new prompts every time it is evaluated
+    ├── StoreError           the generation store could not be read or written
+    ├── EngineError          an engine did not start, or died and could not be restarted
+    ├── TooManyErrorsError   more rows failed than `max_error_ratio` allows
+    └── CancelledError       the run was interrupted
+
+A failed row is not an exception: it is a generation with status `error`.
+"""
+
+
+class DbtLLMError(Exception):
+    """The base of all errors of this package; the text says what happened and what to do."""
+
+
+class ConfigError(DbtLLMError):
+    """The profile or a dbt variable is wrong; all problems are listed together."""
+
+
+class CallError(DbtLLMError):
+    """An option of an LLM function in SQL is wrong; nothing was asked."""
+
+
+class UnresolvedError(DbtLLMError):
+    """A prompt has no stored answer, and this is no place to ask for one."""
+
+
+class NotSettledError(DbtLLMError):
+    """Every evaluation of the query yields new prompts, for example through `random()`."""
+
+
+class StoreError(DbtLLMError):
+    """The generation store could not be read or written, or lost what was committed."""
+
+
+class EngineError(DbtLLMError):
+    """An engine did not start, or it died more often than it may."""
+
+
+class TooManyErrorsError(DbtLLMError):
+    """More rows of one model failed than `max_error_ratio` allows; the good ones are stored."""
+
+
+class CancelledError(DbtLLMError):
+    """The run was interrupted; what was answered before is stored."""

@@ -1,0 +1,178 @@
+"""The SQL functions: the text of the macros, and the two Python functions beneath them.
+
+`llm_generate(prompt, ...)` becomes, for one row:
+
+1. `dbt_llm_call(token, options)` turns the constant options into the call's hash. DuckDB folds it
+   while it plans, so it runs once per call site and bad options are refused before any row.
+2. `sha256(call_hash || prompt)` is the key.
+3. The key is looked up in the view `temp.main.dbt_llm_generations`, which every cursor has.
+4. Where nothing is found, `dbt_llm_collect(token, call_hash, prompt_hash, prompt)` takes the
+   prompt and yields NULL.
+
+Why the macros look as they do (each was seen to matter, on DuckDB 1.5 and 2.0):
+
+- `unnest([prompt])` in a subquery is a barrier: DuckDB would otherwise evaluate a literal prompt
+  while it plans, and a prompt expression once per mention.
+- `getvariable(concat(model, hash(...)))` refuses options that are not constant, which DuckDB
+  does not do by itself.
+- All internal names are qualified or start with `dbt_llm_`, so no column or CTE of a user can
+  take their place.
+"""
+
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from dbt_llm import sql
+
+GENERATIONS_VIEW = "temp.main.dbt_llm_generations"
+TOKEN_VARIABLE = "dbt_llm_token"
+COUNT_VARIABLE = "dbt_llm_count"
+
+OPTIONS = {
+    "model": "'default'",
+    "system": "null",
+    "max_tokens": "null",
+    "temperature": "null",
+    "top_p": "null",
+    "seed": "null",
+    "stop": "null",
+    "choices": "null",
+    "json_schema": "null",
+    "extra": "null",
+}
+
+# What llm_details returns, in this order; all but prompt_hash come from the stored generation.
+DETAILS = {
+    "output": "VARCHAR",
+    "status": "VARCHAR",
+    "error_code": "VARCHAR",
+    "error": "VARCHAR",
+    "finish_reason": "VARCHAR",
+    "prompt_tokens": "BIGINT",
+    "completion_tokens": "BIGINT",
+    "cost_usd": "DOUBLE",
+    "prompt_hash": "VARCHAR",
+    "created_at": "TIMESTAMP WITH TIME ZONE",
+}
+
+# The view before any store exists.
+NO_GENERATIONS = "select {} where false".format(
+    ", ".join(f"null::{type_} as {name}" for name, type_ in DETAILS.items())
+)
+
+
+class Collecting(Protocol):
+    """What the functions need from the collector (see `collector.py`)."""
+
+    def call_hash(self, token: str, options_json: str) -> str:
+        """Return the hash of the call with these options."""
+
+    def collect(
+        self, token: str, call_hashes: pa.Array, prompt_hashes: pa.Array, prompts: pa.Array
+    ) -> None:
+        """Take the prompts that have no stored answer."""
+
+    def count(self, token: str, prompt_hashes: pa.Array) -> None:
+        """Take note of all keys that the query looks up."""
+
+
+def register_functions(connection: Any, collector: Collecting) -> None:
+    """Register the Python functions on a DuckDB database; a second time replaces them."""
+
+    def call(tokens: pa.Array, options: pa.Array) -> pa.Array:
+        rows = zip(tokens.to_pylist(), options.to_pylist(), strict=True)
+        return pa.array([collector.call_hash(token, json) for token, json in rows], pa.string())
+
+    def collect(
+        tokens: pa.Array, call_hashes: pa.Array, prompt_hashes: pa.Array, prompts: pa.Array
+    ) -> pa.Array:
+        if len(prompts) > prompts.null_count:
+            token = tokens[0].as_py()
+            collector.collect(token, _flat(call_hashes), _flat(prompt_hashes), _flat(prompts))
+        return pa.nulls(len(prompts), pa.string())
+
+    def count(tokens: pa.Array, prompt_hashes: pa.Array) -> pa.Array:
+        flat = _flat(prompt_hashes)
+        collector.count(tokens[0].as_py(), flat)
+        return flat
+
+    for name, function, arity in (
+        ("dbt_llm_call", call, 2),
+        ("dbt_llm_collect", collect, 4),
+        ("dbt_llm_count", count, 2),
+    ):
+        known = "select count(*) from duckdb_functions() where function_name = " + sql.literal(name)
+        if connection.execute(known).fetchone()[0]:
+            connection.remove_function(name)
+        connection.create_function(
+            name, function, ["VARCHAR"] * arity, "VARCHAR", type="arrow", null_handling="special"
+        )
+
+
+def register_macros(cursor: Any) -> None:
+    """Create the SQL functions and an empty generations view on a cursor; both are temporary."""
+    cursor.execute(f"create or replace temp view dbt_llm_generations as {NO_GENERATIONS}")
+    for statement in macro_statements():
+        cursor.execute(statement)
+
+
+def macro_statements() -> list[str]:
+    """Return the `create macro` statements of all public functions."""
+    parameters = ", ".join(
+        ["prompt", *(f"{name} := {default}" for name, default in OPTIONS.items())]
+    )
+    return [
+        f"create or replace temp macro {name}({parameters}) as ({body})"
+        for name, body in (
+            ("llm_generate", _lookup({"output": "VARCHAR"}, "dbt_llm_hit.output")),
+            ("llm_details", _lookup(DETAILS, "dbt_llm_hit")),
+            ("llm_prompt_hash", f"select dbt_llm_hash from ({_hashed(count=False)})"),
+        )
+    ]
+
+
+def _lookup(columns: dict[str, str], answer: str) -> str:
+    fields = ", ".join(f"{name} := dbt_llm_g.{name}" for name in columns)
+    # The second branch never holds, since dbt_llm_collect yields NULL; it keeps the optimizer
+    # from dropping the call, and gives the result its type.
+    return f"""
+        select case
+            when dbt_llm_hit is not null then {answer}
+            when dbt_llm_collect({_TOKEN}, dbt_llm_call_hash, dbt_llm_hash, dbt_llm_prompt)
+                is not null then {answer}
+        end
+        from (
+            select *, (
+                select struct_pack({fields}) from {GENERATIONS_VIEW} as dbt_llm_g
+                where dbt_llm_g.prompt_hash = dbt_llm_hash
+            ) as dbt_llm_hit
+            from ({_hashed(count=True)})
+        )"""
+
+
+def _hashed(count: bool) -> str:
+    names = ", ".join(OPTIONS)
+    options = ", ".join(f"'{name}': {name}" for name in OPTIONS)
+    constant = f"getvariable(concat('dbt_llm_constant_', model, hash({names})))::varchar"
+    key = "sha256(dbt_llm_call_hash || dbt_llm_prompt)"
+    if count:
+        key = (
+            f"case when getvariable('{COUNT_VARIABLE}') is not null "
+            f"then dbt_llm_count({_TOKEN}, {key}) else {key} end"
+        )
+    return f"""
+        select dbt_llm_prompt, dbt_llm_call_hash, {key} as dbt_llm_hash
+        from (
+            select
+                unnest([cast(prompt as varchar)]) as dbt_llm_prompt,
+                dbt_llm_call({_TOKEN}, coalesce({constant}, to_json({{{options}}})::varchar))
+                    as dbt_llm_call_hash
+        )"""
+
+
+_TOKEN = f"coalesce(getvariable('{TOKEN_VARIABLE}')::varchar, '')"
+
+
+def _flat(array: pa.Array) -> pa.Array:
+    return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array

@@ -1,0 +1,346 @@
+"""The job: one Ray Data run that turns requests into committed generations.
+
+It takes a `JobSpec`, which is plain data, and knows nothing of dbt or DuckDB. The driver, which is
+this code, moves references and metadata only: Ray Data reads the request files into units, the
+engine actors fetch a unit, answer it and write part files, and the driver commits the parts.
+
+A job is a loop of passes. A pass feeds all units to the pool; units that an engine's death took
+away are asked again in the next pass, less what was written before it died.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dbt_llm.errors import CancelledError, DbtLLMError, EngineError
+from dbt_llm.parts import Part, Provenance, parts_of_run, read_part
+from dbt_llm.pool import Pool, Replica, get_pool
+from dbt_llm.ray_session import connect
+from dbt_llm.spool import RequestFile, missing_requests
+from dbt_llm.store import Store
+
+_UNIT_ROWS = (64, 4000)
+_UNITS_PER_REPLICA = 8
+_POLL_S = 0.2
+_FLUSH_TIMEOUT_S = 60.0
+_REPORT_S = 1.0
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """All that a job needs to know; written to `target/llm/` to be looked at."""
+
+    llm: str
+    engine: dict[str, Any]
+    replicas: int
+    requests: list[RequestFile]
+    store_folder: str
+    provenance: Provenance
+    ray_address: str | None
+    log_folder: str
+    work_folder: str
+    commit_interval_s: float
+
+    @property
+    def rows(self) -> int:
+        """Requests in all."""
+        return sum(file.rows for file in self.requests)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the spec as plain data."""
+        return asdict(self)
+
+
+@dataclass
+class JobResult:
+    """What a job did so far."""
+
+    asked: int = 0
+    parts: list[Part] = field(default_factory=list)
+    engine_start_s: float = 0.0
+    generating_s: float = 0.0
+    committing_s: float = 0.0
+    engine_deaths: int = 0
+
+    @property
+    def answered(self) -> int:
+        """Generations written, failed ones included."""
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Failed rows per error code."""
+        total: dict[str, int] = {}
+        for part in self.parts:
+            for code, rows in part.errors.items():
+                total[code] = total.get(code, 0) + rows
+        return total
+
+    @property
+    def failed(self) -> int:
+        """Failed rows."""
+        return sum(self.errors.values())
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and completion tokens."""
+        return sum(part.prompt_tokens + part.completion_tokens for part in self.parts)
+
+    @property
+    def cost_usd(self) -> float:
+        """What the generations cost by the LLM's price."""
+        return sum(part.cost_usd for part in self.parts)
+
+
+def run_job(
+    spec: JobSpec,
+    store: Store,
+    cancelled: threading.Event,
+    report: Callable[[JobResult], None],
+) -> JobResult:
+    """Run a job to its end; `report` hears of its progress about once a second.
+
+    Raises:
+        EngineError: no engine starts, or engines keep dying.
+        CancelledError: `cancelled` was set; what was answered is committed.
+        StoreError: a commit failed.
+    """
+    result = JobResult(asked=spec.rows)
+    connect(spec.ray_address)
+    pool = get_pool(spec.engine, spec.replicas, spec.log_folder)
+    files = spec.requests
+    number = 0
+    while files:
+        before = result.answered
+        _Pass(spec, store, pool, files, result, cancelled, report).run()
+        number += 1
+        if result.engine_deaths:
+            _take_in_lost_parts(spec, store, result)
+        if result.answered >= result.asked:
+            break
+        files = missing_requests(
+            files, [part.path for part in result.parts], Path(spec.work_folder) / f"pass-{number}"
+        )
+        if files and result.answered == before and result.engine_deaths == 0:
+            raise EngineError(
+                f"{sum(file.rows for file in files)} requests got no answer and no error. "
+                f"The engine's logs are in {spec.log_folder}."
+            )
+    return result
+
+
+def _take_in_lost_parts(spec: JobSpec, store: Store, result: JobResult) -> None:
+    """Commit the parts that a dead engine had written and could not tell of."""
+    known = {part.path for part in result.parts}
+    paths = parts_of_run(Path(spec.store_folder), spec.provenance.run_id)
+    lost = [read_part(path) for path in paths if str(path) not in known]
+    store.commit(lost)
+    result.parts += lost
+
+
+class _Pass:
+    """Feeds every unit to the pool once."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        store: Store,
+        pool: Pool,
+        files: list[RequestFile],
+        result: JobResult,
+        cancelled: threading.Event,
+        report: Callable[[JobResult], None],
+    ) -> None:
+        self._spec = spec
+        self._store = store
+        self._pool = pool
+        self._result = result
+        self._cancelled = cancelled
+        self._report = report
+        self._files = files
+        self._units: Iterator[_Unit] = iter(())
+        self._exhausted = False
+        self._job = {"folder": spec.store_folder, "provenance": asdict(spec.provenance)}
+        self._run_id = spec.provenance.run_id
+        # Every reference that the driver waits for: what it is, and whose.
+        self._pending: dict[Any, tuple[str, Replica]] = {}
+        self._last_flush = time.monotonic()
+        self._last_report = 0.0
+
+    def run(self) -> None:
+        import ray
+
+        unit_rows = self._unit_rows()
+        self._units = _units(self._files, unit_rows)
+        started = time.monotonic()
+        # Starting the replicas before the first unit is read lets both happen at once.
+        self._start_new()
+        while True:
+            self._start_new()
+            self._feed(unit_rows)
+            if self._exhausted and not any(k == "answer" for k, _ in self._pending.values()):
+                break
+            done, _ = ray.wait(list(self._pending), num_returns=1, timeout=_POLL_S)
+            for reference in done:
+                kind, replica = self._pending.pop(reference)
+                self._settle(kind, replica, reference, started)
+            if self._cancelled.is_set():
+                self._flush_all()
+                raise CancelledError(
+                    f"Interrupted after {self._result.answered:,} of {self._result.asked:,} "
+                    "answers; these are stored, and the next run asks only for the rest."
+                )
+            self._flush_when_due()
+            self._report_when_due()
+        self._flush_all(finish=True)
+        self._result.generating_s += time.monotonic() - started
+        self._report(self._result)
+
+    def _unit_rows(self) -> int:
+        rows = sum(file.rows for file in self._files)
+        smallest, largest = _UNIT_ROWS
+        return max(smallest, min(largest, rows // (self._spec.replicas * _UNITS_PER_REPLICA)))
+
+    def _start_new(self) -> None:
+        waiting = {id(replica) for kind, replica in self._pending.values() if kind == "start"}
+        for replica in self._pool.alive():
+            if replica.concurrency is None and id(replica) not in waiting:
+                self._pending[replica.actor.start.remote()] = ("start", replica)
+
+    def _feed(self, unit_rows: int) -> None:
+        for replica in self._pool.replicas:
+            if replica.dead or replica.concurrency is None:
+                continue
+            # One unit more than the engine can hold, so it never waits for the driver.
+            wanted = 1 + max(1, -(-replica.concurrency // unit_rows))
+            while not self._exhausted and self._under_way(replica) < wanted:
+                unit = next(self._units, None)
+                if unit is None:
+                    self._exhausted = True
+                    break
+                call = unit.file.call
+                reference = replica.actor.answer.remote(
+                    unit.block, unit.offset, unit.length, call.call_hash, call.content, self._job
+                )
+                self._pending[reference] = ("answer", replica)
+
+    def _under_way(self, replica: Replica) -> int:
+        return sum(k == "answer" and r is replica for k, r in self._pending.values())
+
+    def _settle(self, kind: str, replica: Replica, reference: Any, started: float) -> None:
+        import ray
+        from ray.exceptions import RayActorError, RayTaskError
+
+        try:
+            value = ray.get(reference)
+        except RayActorError as error:
+            self._lose(replica, str(error).splitlines()[0])
+            return
+        except RayTaskError as error:
+            cause = getattr(error, "cause", None)
+            if kind == "answer" and isinstance(cause, EngineError):
+                # The engine within the actor is gone; the actor still has its answers.
+                self._collect_flush(replica)
+                self._lose(replica, str(cause))
+                return
+            if isinstance(cause, DbtLLMError):
+                self._flush_all()
+                raise type(cause)(str(cause)) from None
+            self._flush_all()
+            raise EngineError(
+                f"The engine of LLM {self._spec.llm!r} failed: {cause or error}. "
+                f"Its log is {replica.log_path}."
+            ) from None
+        if kind == "start":
+            if replica.concurrency is None:
+                self._result.engine_start_s = max(
+                    self._result.engine_start_s, time.monotonic() - started
+                )
+            replica.concurrency = value["concurrency"]
+        elif kind == "answer":
+            self._pool.deaths = 0
+        else:
+            self._commit([Part(**part) for part in value])
+
+    def _lose(self, replica: Replica, reason: str) -> None:
+        self._result.engine_deaths += 1
+        self._pool.bury(replica, reason)
+        self._pending = {ref: own for ref, own in self._pending.items() if own[1] is not replica}
+
+    def _flush_when_due(self) -> None:
+        if time.monotonic() - self._last_flush < self._spec.commit_interval_s:
+            return
+        self._last_flush = time.monotonic()
+        flushing = {id(replica) for kind, replica in self._pending.values() if kind == "flush"}
+        for replica in self._pool.replicas:
+            if not replica.dead and replica.concurrency and id(replica) not in flushing:
+                self._pending[replica.actor.flush.remote(self._run_id)] = ("flush", replica)
+
+    def _flush_all(self, finish: bool = False) -> None:
+        for reference, (kind, replica) in list(self._pending.items()):
+            if kind == "flush":
+                del self._pending[reference]
+                self._fetch_parts(replica, reference)
+        for replica in list(self._pool.replicas):
+            if not replica.dead and replica.concurrency:
+                self._collect_flush(replica)
+                if finish:
+                    replica.actor.finish.remote(self._run_id)
+
+    def _collect_flush(self, replica: Replica) -> None:
+        self._fetch_parts(replica, replica.actor.flush.remote(self._run_id))
+
+    def _fetch_parts(self, replica: Replica, reference: Any) -> None:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError
+
+        try:
+            parts = ray.get(reference, timeout=_FLUSH_TIMEOUT_S)
+        except (RayActorError, GetTimeoutError) as error:
+            self._lose(replica, str(error).splitlines()[0])
+            return
+        self._commit([Part(**part) for part in parts])
+
+    def _commit(self, parts: list[Part]) -> None:
+        if not parts:
+            return
+        started = time.monotonic()
+        self._store.commit(parts)
+        self._result.parts += parts
+        self._result.committing_s += time.monotonic() - started
+
+    def _report_when_due(self) -> None:
+        if time.monotonic() - self._last_report >= _REPORT_S:
+            self._last_report = time.monotonic()
+            self._report(self._result)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Some requests of one file, as a part of a block in Ray's object store."""
+
+    file: RequestFile
+    block: Any
+    offset: int
+    length: int | None
+    """None: to the block's end."""
+
+
+def _units(files: list[RequestFile], unit_rows: int) -> Iterator[_Unit]:
+    """Yield references to blocks of at most `unit_rows` requests, in the files' order."""
+    import ray.data
+
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    # With Ray 2.60 the second reader takes seconds to begin, the first a fifth of one.
+    context.use_datasource_v2 = False
+    context.execution_options.preserve_order = True
+    for file in files:
+        dataset = ray.data.read_parquet(file.path).repartition(target_num_rows_per_block=unit_rows)
+        for bundle in dataset.iter_internal_ref_bundles():
+            for entry, part in zip(bundle.blocks, bundle.slices, strict=True):
+                offset, length = (part.start_offset, part.num_rows) if part else (0, None)
+                yield _Unit(file, entry.ref, offset, length)

@@ -1,0 +1,225 @@
+"""The dbt-duckdb plugin: the only module that knows dbt.
+
+dbt-duckdb creates one `Plugin` per process and profile. The package's macros reach it through
+`adapter.store_relation('dbt_llm', ...)`, with what they want in the location's format:
+
+- `resolve`: build a table; the `statement` in the config is replaced by what is left to do.
+- `check_view`: refuse a view that calls LLM functions.
+"""
+
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dbt.adapters.duckdb.plugins import BasePlugin
+from dbt.adapters.duckdb.utils import TargetConfig
+from dbt.adapters.factory import get_adapter_by_type
+from dbt.events.types import JinjaLogInfo, JinjaLogWarning
+from dbt.flags import get_flags
+from dbt_common.events.base_types import EventLevel
+from dbt_common.events.functions import fire_event
+from dbt_common.exceptions import DbtRuntimeError
+
+from dbt_llm.collector import Collector, Mode
+from dbt_llm.config import load_config
+from dbt_llm.delta_extension import load_delta_extension
+from dbt_llm.errors import CallError, ConfigError, DbtLLMError, UnresolvedError
+from dbt_llm.functions import TOKEN_VARIABLE, register_functions, register_macros
+from dbt_llm.progress import summary_line
+from dbt_llm.resolve import Build, Settings, resolve, show_store
+from dbt_llm.runner import Output, Run, Runner
+from dbt_llm.spool import remove_abandoned
+from dbt_llm.store import open_store
+from dbt_llm.version import __version__
+
+_DISPATCH_BLOCK = """\
+    dispatch:
+      - macro_namespace: dbt
+        search_order: ['{project}', 'dbt_llm', 'dbt']"""
+
+# Commands that only look; a prompt without a stored answer is NULL there.
+_LOOKING = {"show", "compile", "docs", "generate", "parse", "list", "ls", "clone"}
+
+
+class Plugin(BasePlugin):
+    """See the module's text."""
+
+    def initialize(self, plugin_config: dict[str, Any]) -> None:
+        """Check the config and make the collector and the store; nothing is read yet."""
+        with _as_dbt_error():
+            # dbt-duckdb merges the profile's settings into every plugin's config.
+            settings = (self.creds.settings if self.creds else None) or {}
+            self._config = load_config(plugin_config, ignore=settings)
+            self._store = open_store(self._config.store)
+        self._collector = Collector(self._config.llms, _missing_outside)
+
+    def configure_connection(self, conn: Any) -> None:
+        """Prepare a DuckDB database."""
+        register_functions(conn, self._collector)
+        load_delta_extension(conn)
+
+    def configure_cursor(self, cursor: Any) -> None:
+        """Prepare one connection to it, as dbt opens one per node."""
+        register_macros(cursor)
+        with _as_dbt_error():
+            show_store(cursor, self._store)
+
+    def store(self, target_config: TargetConfig) -> None:
+        """Do what a macro of the package asks for."""
+        request: dict[str, Any] = target_config.config
+        with _as_dbt_error():
+            _check_version(request["package_version"])
+            if target_config.location is not None and target_config.location.format == "resolve":
+                self._resolve(request)
+            else:
+                self._check_view(request)
+
+    def _resolve(self, request: dict[str, Any]) -> None:
+        header = request["header"]
+        statement = request["statement"].replace(header, "", 1) if header else request["statement"]
+        run_id = uuid.uuid4().hex
+        target = Path(get_flags().TARGET_PATH or "target")
+        spools = target / "llm" / "spool"
+        remove_abandoned(spools)
+        run = Run(run_id, request["node_id"], request["invocation_id"], target, spools / run_id)
+        settings = Settings(
+            run_id=run_id,
+            spool_folder=run.spool_folder.absolute(),
+            mode=_mode(request["mode"]),
+            refresh=_is_true(request["refresh"]),
+            limit=_limit(request["limit"]),
+        )
+        cancelled = threading.Event()
+        cursor = _thread_cursor()
+        runner = Runner(self._config, self._store, run, _output(), cancelled)
+        with _interrupt_sets(cursor, cancelled):
+            summary = resolve(
+                cursor,
+                Build(request["query"], statement, request["undo"], header),
+                self._collector,
+                self._store,
+                runner,
+                settings,
+            )
+        if summary is None:
+            request["statement"] = statement
+            return
+        request["statement"] = "select 1"
+        _info(summary_line(run.name, summary))
+
+    def _check_view(self, request: dict[str, Any]) -> None:
+        cursor = _thread_cursor()
+        token, resolution = self._collector.open(Mode.NULL, Path())
+        try:
+            cursor.execute(f"set variable {TOKEN_VARIABLE} = '{token}'")
+            if request["header"]:
+                cursor.execute(request["header"])
+            cursor.execute(f"explain {request['query']}")
+        finally:
+            self._collector.close(token)
+        if resolution.calls:
+            raise CallError(
+                f"{request['node_id']} calls an LLM function and is a view. The functions exist "
+                "only in dbt's own connections, so nobody else could read it. Materialize it as "
+                "table, incremental or external."
+            )
+
+
+def _missing_outside(rows: int) -> None:
+    """Decide what happens to prompts without an answer where no model is being built."""
+    flags = get_flags()
+    if flags.WHICH in _LOOKING:
+        _warn(f"llm: {rows:,} prompt(s) have no stored answer and are NULL here; dbt run asks them")
+        return
+    block = _DISPATCH_BLOCK.format(project="my_project")
+    raise UnresolvedError(
+        f"An LLM function met {rows:,} prompt(s) without a stored answer where none can be asked.\n"
+        "In a model, this means that dbt_project.yml lacks the block that lets dbt-llm build "
+        f"tables; add it, with your project's name:\n\n{block}\n\n"
+        "In a data test or a hook, run the model that asks these prompts first."
+    )
+
+
+@contextmanager
+def _as_dbt_error() -> Iterator[None]:
+    """dbt shows the text of its own errors; others it shows as a traceback."""
+    try:
+        yield
+    except DbtLLMError as error:
+        raise DbtRuntimeError(str(error)) from error
+
+
+@contextmanager
+def _interrupt_sets(cursor: Any, cancelled: threading.Event) -> Iterator[None]:
+    """Let Ctrl-C reach a job.
+
+    dbt cancels a node by `interrupt()` on its cursor, which only ends a query that DuckDB runs
+    just then. While the job runs there is none, so the method also sets the job's flag.
+    """
+    interrupt = cursor.interrupt
+
+    def both() -> None:
+        cancelled.set()
+        interrupt()
+
+    cursor.interrupt = both
+    try:
+        yield
+    finally:
+        del cursor.interrupt
+
+
+def _thread_cursor() -> Any:
+    return get_adapter_by_type("duckdb").connections.get_thread_connection().handle.cursor()
+
+
+def _check_version(package_version: str) -> None:
+    if package_version != __version__:
+        raise ConfigError(
+            f"The dbt package dbt_llm has version {package_version}, the Python package dbt-llm "
+            f"{__version__}. Install the same version of both, then run dbt deps."
+        )
+
+
+def _mode(value: Any) -> Mode:
+    try:
+        return Mode(str(value))
+    except ValueError:
+        allowed = ", ".join(mode.value for mode in Mode)
+        raise ConfigError(
+            f"The dbt variable llm_mode is {value!r}; use one of {allowed}."
+        ) from None
+
+
+def _is_true(value: Any) -> bool:
+    text = str(value).lower()
+    if text not in {"true", "false"}:
+        raise ConfigError(f"The dbt variable llm_refresh is {value!r}; use true or false.")
+    return text == "true"
+
+
+def _limit(value: Any) -> int | None:
+    if value is None:
+        return None
+    if not str(value).isdigit():
+        raise ConfigError(f"The dbt variable llm_limit is {value!r}; use a whole number.")
+    return int(value)
+
+
+def _output() -> Output:
+    flags = get_flags()
+    text = flags.LOG_FORMAT not in {"json"} and flags.LOG_LEVEL not in {"none"}
+    terminal = bool(text and not flags.QUIET and sys.stderr.isatty())
+    return Output(info=_info, warn=_warn, terminal=terminal)
+
+
+def _info(text: str) -> None:
+    fire_event(JinjaLogInfo(msg=text))
+
+
+def _warn(text: str) -> None:
+    fire_event(JinjaLogWarning(msg=text), level=EventLevel.WARN)

@@ -1,0 +1,111 @@
+"""Engine actors that outlive a job: one start per LLM and process, however many models use it."""
+
+import itertools
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dbt_llm.call import canonical_json
+from dbt_llm.engine_actor import EngineActor
+from dbt_llm.errors import EngineError
+
+_CONCURRENT_METHODS = 1000
+_MAX_DEATHS = 3
+
+_lock = threading.Lock()
+_pools: dict[str, "Pool"] = {}
+_numbers = itertools.count(1)
+
+
+@dataclass
+class Replica:
+    """One engine actor, as the driver sees it."""
+
+    actor: Any
+    log_path: str
+    concurrency: int | None = None
+    """None until the engine has started."""
+    dead: bool = False
+
+
+@dataclass
+class Pool:
+    """The replicas of one LLM."""
+
+    config: dict[str, Any]
+    log_folder: str
+    size: int
+    replicas: list[Replica] = field(default_factory=list)
+    deaths: int = 0
+    """Deaths in a row; a unit that comes back sets it to zero."""
+    last_words: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def alive(self) -> list[Replica]:
+        """Return the replicas, and start those that are missing.
+
+        Raises:
+            EngineError: engines died too often without finishing any unit in between.
+        """
+        with self.lock:
+            self.replicas = [replica for replica in self.replicas if not replica.dead]
+            if len(self.replicas) < self.size and self.deaths >= _MAX_DEATHS:
+                raise EngineError(
+                    f"The engine of {self.config['model']} died {self.deaths} times without "
+                    f"finishing anything in between: {self.last_words}. Its logs are in "
+                    f"{self.log_folder}. What was answered before is stored."
+                )
+            while len(self.replicas) < self.size:
+                self.replicas.append(self._start_replica())
+            return list(self.replicas)
+
+    def bury(self, replica: Replica, reason: str) -> None:
+        """Note that a replica died, and make sure that it did."""
+        import ray
+
+        with self.lock:
+            if replica.dead:
+                return
+            replica.dead = True
+            self.deaths += 1
+            self.last_words = reason
+        ray.kill(replica.actor)
+
+    def _start_replica(self) -> Replica:
+        import ray
+
+        number = next(_numbers)
+        log_path = str(Path(self.log_folder) / f"{_file_name(self.config['model'])}-{number}.log")
+        actor_class = ray.remote(EngineActor).options(
+            num_cpus=0,
+            num_gpus=_gpus(self.config),
+            max_concurrency=_CONCURRENT_METHODS,
+            max_restarts=0,
+            max_task_retries=0,
+        )
+        return Replica(actor_class.remote(self.config, log_path), log_path)
+
+
+def get_pool(config: dict[str, Any], size: int, log_folder: str) -> Pool:
+    """Return this process's pool for an LLM; equal configs share one."""
+    key = canonical_json(config)
+    with _lock:
+        if key not in _pools:
+            _pools[key] = Pool(config, log_folder, size)
+        return _pools[key]
+
+
+def _gpus(config: dict[str, Any]) -> int:
+    import ray
+
+    if config["engine"] != "vllm" or ray.cluster_resources().get("GPU", 0) == 0:
+        return 0
+    arguments = config["engine_args"]
+    return int(
+        arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
+    )
+
+
+def _file_name(model: str) -> str:
+    return "".join(c if c.isalnum() or c in "-." else "_" for c in Path(model).name) or "engine"

@@ -1,0 +1,146 @@
+"""What people read while a job runs, and the line that says what a model did."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from dbt_llm.job import JobResult
+from dbt_llm.resolve import Summary
+
+_LOG_EVERY_S = 15.0
+_BAR_WIDTH = 20
+# dbt's own lines overwrite the status line; longer than this, its end would stay visible.
+_STATUS_WIDTH = 78
+
+
+class Progress:
+    """Shows one job: a status line on a terminal, a plain line now and then in a log."""
+
+    def __init__(self, name: str, log: Callable[[str], None], terminal: bool) -> None:
+        self._name = name
+        self._log = log
+        self._terminal = terminal
+        self._started = time.monotonic()
+        self._last_line = self._started
+
+    def __call__(self, result: JobResult) -> None:
+        """Show the state of the job."""
+        if self._terminal:
+            _status.show(self._name, _bar(self._name, result, self._elapsed(result)))
+        elif time.monotonic() - self._last_line >= _LOG_EVERY_S:
+            self._last_line = time.monotonic()
+            self._log(f"llm: {self._name}: {_words(result, self._elapsed(result))}")
+
+    def close(self) -> None:
+        """Take the status line away."""
+        if self._terminal:
+            _status.remove(self._name)
+
+    def _elapsed(self, result: JobResult) -> float:
+        return max(0.001, time.monotonic() - self._started - result.engine_start_s)
+
+
+class _StatusLine:
+    """One line at the bottom of a terminal, shared by the models that are built at a time."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def show(self, name: str, text: str) -> None:
+        with self._lock:
+            self._lines[name] = text
+            # With several models the one that moved last is shown, and how many more there are.
+            more = f" (+{len(self._lines) - 1})" if len(self._lines) > 1 else ""
+            text = (text[: _STATUS_WIDTH - len(more)] + more).ljust(_STATUS_WIDTH)
+            sys.stderr.write(f"\r{text}\r")
+            sys.stderr.flush()
+
+    def remove(self, name: str) -> None:
+        with self._lock:
+            self._lines.pop(name, None)
+            sys.stderr.write("\r" + " " * _STATUS_WIDTH + "\r")
+            sys.stderr.flush()
+
+
+_status = _StatusLine()
+
+
+def summary_line(name: str, summary: Summary) -> str:
+    """Return what a model's resolve did, in one line.
+
+    For example `llm: tickets: 1,000 prompts, 812 stored, 185 generated, 3 failed, 41k tokens,
+    34 rows/s`.
+    """
+    asked = sum(job.answered for job in summary.jobs)
+    parts = []
+    if summary.prompts is None:
+        parts.append("all other prompts stored" if asked else "all prompts stored")
+    else:
+        parts.append(f"{summary.prompts:,} {'prompt' if summary.prompts == 1 else 'prompts'}")
+        stored = max(0, summary.prompts - asked - summary.left_null)
+        parts.append(f"{stored:,} stored")
+    parts.append(f"{summary.generated:,} generated")
+    if summary.failed:
+        parts.append(f"{summary.failed:,} failed")
+    if summary.left_null:
+        parts.append(f"{summary.left_null:,} left NULL")
+    if asked:
+        seconds = sum(job.generating_s - job.engine_start_s for job in summary.jobs)
+        tokens = sum(job.tokens for job in summary.jobs)
+        cost = sum(job.cost_usd for job in summary.jobs)
+        parts.append(f"{_short(tokens)} tokens")
+        parts.append(f"{_rate(asked / max(seconds, 0.001))} rows/s")
+        if cost:
+            parts.append(f"{cost:,.4f} USD")
+    return f"llm: {name}: {', '.join(parts)}"
+
+
+def failure_lines(name: str, job: JobResult) -> list[str]:
+    """Return one line per error code: how many rows, one prompt hash, one message; no prompt."""
+    lines = []
+    for code, rows in sorted(job.errors.items()):
+        part = next(part for part in job.parts if code in part.errors)
+        lines.append(
+            f"llm: {name}: {rows:,} {'row' if rows == 1 else 'rows'} failed with {code}, "
+            f"for example prompt_hash {part.example_hashes[code]}: {part.example_errors[code]}"
+        )
+    return lines
+
+
+def _bar(name: str, result: JobResult, elapsed_s: float) -> str:
+    done = result.answered / max(1, result.asked)
+    filled = int(done * _BAR_WIDTH)
+    bar = "█" * filled + "░" * (_BAR_WIDTH - filled)
+    return f"{name[:16]:<16} {bar} {_words(result, elapsed_s)}"
+
+
+def _words(result: JobResult, elapsed_s: float) -> str:
+    if not result.answered:
+        return f"starting, {result.asked:,} to ask"
+    rate = result.answered / elapsed_s
+    left_s = (result.asked - result.answered) / rate
+    failed = f", {result.failed:,} failed" if result.failed else ""
+    return (
+        f"{result.answered:,}/{result.asked:,}{failed}, {_rate(rate)} rows/s, "
+        f"{_duration(left_s)} left"
+    )
+
+
+def _short(number: float) -> str:
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g}{unit}"
+    return f"{number:.0f}"
+
+
+def _rate(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.1f}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"

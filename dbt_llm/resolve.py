@@ -1,0 +1,289 @@
+"""The resolve loop: evaluate a query, ask for what it lacks, evaluate again, until nothing lacks.
+
+DuckDB itself says which prompts a query needs: where the store has no answer, the SQL functions
+hand the prompt to the collector and yield NULL. The evaluation that collects nothing is the
+result. This module knows DuckDB and the job, and nothing of dbt.
+"""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from dbt_llm import functions, sql
+from dbt_llm.call import Call
+from dbt_llm.collector import Collector, Mode, Resolution
+from dbt_llm.errors import NotSettledError, StoreError, UnresolvedError
+from dbt_llm.job import JobResult
+from dbt_llm.schema import LASTING_ERRORS
+from dbt_llm.spool import RequestFile, prepare_requests
+from dbt_llm.store import Snapshot, Store
+
+# Counting the distinct prompts of a query costs a Python call per vector; a store of more rows
+# than this is not worth it only to print a number.
+_COUNT_UP_TO_ROWS = 250_000
+_MAX_ROUNDS_OF_RECURSION = 100
+
+# Of several generations of one key, a good one counts before a failed one, then the newest.
+_BEST_FIRST = "partition by prompt_hash order by status = 'ok' desc, created_at desc"
+
+RunJobs = Callable[[list[RequestFile]], list[JobResult]]
+"""Asks for the answers to request files, one job per LLM, and commits them."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """The statements that build one model."""
+
+    query: str
+    """The model's SELECT."""
+    statement: str
+    """What evaluates the query into its table."""
+    undo: str
+    """What removes that table again."""
+    header: str = ""
+    """Statements to run once, before everything else (dbt's `sql_header`)."""
+
+
+@dataclass
+class Summary:
+    """What a resolve did, for the line that people read."""
+
+    calls: dict[str, Call]
+    rounds: int = 0
+    prompts: int | None = None
+    """Distinct prompts of the query; None where counting them would cost too much."""
+    jobs: list[JobResult] = field(default_factory=list)
+    left_null: int = 0
+    """Prompts without an answer, left NULL on purpose (`llm_mode: null`, `llm_limit`)."""
+
+    @property
+    def generated(self) -> int:
+        """Prompts that were answered just now."""
+        return sum(job.answered - job.failed for job in self.jobs)
+
+    @property
+    def failed(self) -> int:
+        """Prompts that failed just now."""
+        return sum(job.failed for job in self.jobs)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a resolve is allowed to do."""
+
+    run_id: str
+    spool_folder: Path
+    mode: Mode = Mode.GENERATE
+    refresh: bool = False
+    """Ask again for what is stored."""
+    limit: int | None = None
+    """The largest number of requests; the rest stays NULL."""
+
+
+def resolve(
+    cursor: Any,
+    build: Build,
+    collector: Collector,
+    store: Store,
+    run_jobs: RunJobs,
+    settings: Settings,
+) -> Summary | None:
+    """Build a model whose query may call LLM functions.
+
+    Returns:
+        What was done, or None when the query calls no LLM function; then only the header ran.
+
+    Raises:
+        DbtLLMError: see `errors.py`. The statement's table is then in the cursor's transaction,
+            which the caller rolls back.
+    """
+    token, resolution = collector.open(settings.mode, settings.spool_folder)
+    try:
+        cursor.execute(f"set variable {functions.TOKEN_VARIABLE} = {sql.literal(token)}")
+        if build.header:
+            cursor.execute(build.header)
+        _execute(cursor, f"explain {build.query}", resolution)
+        if not resolution.calls:
+            return None
+        return _Loop(cursor, build, resolution, store, run_jobs, settings).run()
+    finally:
+        collector.close(token)
+        shutil.rmtree(settings.spool_folder, ignore_errors=True)
+
+
+def show_store(cursor: Any, store: Store) -> None:
+    """Point a cursor's generations view at the newest state of the store.
+
+    It shows good rows and errors that last. Nothing is read until the view is used.
+    """
+    _, select = _select_answers(cursor, store, _lasting())
+    if select is not None:
+        select = f"{select} qualify row_number() over ({_BEST_FIRST}) = 1"
+    _create_view(cursor, select)
+
+
+def _show_answers(cursor: Any, store: Store, visible: str) -> Snapshot:
+    """Do the same for a build: with rows that `visible` (a SQL condition) lets through, and fast.
+
+    Grouping a whole store by key would take longer than the lookups, so only the keys that occur
+    more than once are grouped, and as a rule there are none.
+    """
+    snapshot, select = _select_answers(cursor, store, visible)
+    if select is not None:
+        (repeats,) = cursor.execute(
+            f"select count(*) > count(distinct hash(prompt_hash)) from ({select})"
+        ).fetchone()
+        if repeats:
+            select = _without_repeats(cursor, select)
+    _create_view(cursor, select)
+    return snapshot
+
+
+def _select_answers(cursor: Any, store: Store, visible: str) -> tuple[Snapshot, str | None]:
+    snapshot = store.snapshot()
+    relation = store.relation(snapshot, _has_delta_scan(cursor))
+    if relation is None:
+        return snapshot, None
+    columns = ", ".join(functions.DETAILS)
+    return snapshot, f"select {columns} from {relation} where ({visible})"
+
+
+def _create_view(cursor: Any, select: str | None) -> None:
+    cursor.execute(
+        "create or replace temp view dbt_llm_generations as " + (select or functions.NO_GENERATIONS)
+    )
+
+
+class _Loop:
+    def __init__(
+        self,
+        cursor: Any,
+        build: Build,
+        resolution: Resolution,
+        store: Store,
+        run_jobs: RunJobs,
+        settings: Settings,
+    ) -> None:
+        self._cursor = cursor
+        self._build = build
+        self._resolution = resolution
+        self._store = store
+        self._run_jobs = run_jobs
+        self._settings = settings
+        self._asked: list[RequestFile] = []
+        self._summary = Summary(calls=resolution.calls)
+
+    def run(self) -> Summary:
+        if self._settings.mode is Mode.GENERATE:
+            self._store.create()
+            self._store.adopt()
+        # A call within a call needs the inner answer first, so each nesting takes one round. No
+        # query nests deeper than it has calls, unless it is recursive.
+        recursive = "recursive" in self._build.query.lower()
+        most = _MAX_ROUNDS_OF_RECURSION if recursive else self._resolution.call_sites
+        while True:
+            raw = self._evaluate(refresh=self._settings.refresh)
+            if raw is None:
+                break
+            if self._summary.rounds == most:
+                raise NotSettledError(
+                    f"After {most} round(s) of questions the query still asks for new prompts, so "
+                    "its prompts differ at every evaluation. Look for random(), uuid(), now() or "
+                    "an unordered list or string_agg() in them, and compute such values in an "
+                    "upstream model. The answers so far are stored."
+                )
+            self._ask(raw)
+        if self._settings.refresh and self._summary.failed:
+            # What could not be asked anew keeps the answer that it had.
+            self._evaluate(refresh=False)
+        self._finish()
+        return self._summary
+
+    def _evaluate(self, refresh: bool) -> Path | None:
+        """Build the table; return what was missing, and then the table is gone again."""
+        mine = f"run_id = {sql.literal(self._settings.run_id)}"
+        snapshot = _show_answers(
+            self._cursor, self._store, mine if refresh else f"{mine} or {_lasting()}"
+        )
+        counting = snapshot.rows is not None and snapshot.rows <= _COUNT_UP_TO_ROWS
+        self._resolution.seen.clear()
+        self._resolution.missing.clear()
+        self._cursor.execute(
+            f"set variable {functions.COUNT_VARIABLE} = {'true' if counting else 'null'}"
+        )
+        _execute(self._cursor, self._build.statement, self._resolution)
+        self._summary.prompts = len(self._resolution.seen) if counting else None
+        raw = self._resolution.spool.take()
+        if raw is not None:
+            self._cursor.execute(self._build.undo)
+        return raw
+
+    def _ask(self, raw: Path) -> None:
+        self._summary.rounds += 1
+        left = self._settings.limit
+        if left is not None:
+            left = max(0, left - sum(file.rows for file in self._asked))
+        folder = self._settings.spool_folder / f"round-{self._summary.rounds}"
+        files = prepare_requests(raw, self._resolution.calls, folder, self._asked, left)
+        if left is not None and sum(file.rows for file in files) >= left:
+            # The limit is used up: what is still missing in the next evaluation stays NULL.
+            self._resolution.mode = Mode.NULL
+        elif not files:
+            raise StoreError(
+                "The query needs prompts that this run has asked and stored, and the store does "
+                f"not give them back. Look at {self._store.folder}: was it changed or removed?"
+            )
+        self._asked += files
+        if files:
+            self._summary.jobs += self._run_jobs(files)
+
+    def _finish(self) -> None:
+        missing = self._resolution.missing
+        if missing and self._settings.mode is Mode.CACHED:
+            raise UnresolvedError(
+                f"llm_mode is cached and {len(missing):,} prompt(s) have no stored answer, for "
+                f"example {min(missing)}. Run once with llm_mode: generate, or point the profile "
+                "at a store that has them."
+            )
+        self._summary.left_null = len(missing)
+
+
+def _execute(cursor: Any, statement: str, resolution: Resolution) -> None:
+    """Run a statement; what the Python functions raised in it is raised as it was."""
+    try:
+        cursor.execute(statement)
+    except duckdb.Error:
+        if resolution.error is not None:
+            raise resolution.error from None
+        raise
+
+
+def _lasting() -> str:
+    codes = ", ".join(sql.literal(code) for code in LASTING_ERRORS)
+    return f"status = 'ok' or error_code in ({codes})"
+
+
+def _without_repeats(cursor: Any, select: str) -> str:
+    # Only the few repeated keys are grouped; the others keep a plain scan.
+    cursor.execute(f"""
+        create or replace temp table dbt_llm_repeated as
+        select * from ({select})
+        where prompt_hash in (
+            select prompt_hash from ({select}) group by prompt_hash having count(*) > 1
+        )
+        qualify row_number() over ({_BEST_FIRST}) = 1""")
+    return f"""
+        select * from ({select})
+        where prompt_hash not in (select prompt_hash from temp.main.dbt_llm_repeated)
+        union all by name select * from temp.main.dbt_llm_repeated"""
+
+
+def _has_delta_scan(cursor: Any) -> bool:
+    (loaded,) = cursor.execute(
+        "select count(*) > 0 from duckdb_extensions() where extension_name = 'delta' and loaded"
+    ).fetchone()
+    return bool(loaded)

@@ -1,0 +1,158 @@
+"""Turns request files into jobs, one per LLM, and keeps each job's spec where people can look."""
+
+import json
+import subprocess
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dbt_llm.config import Config, LLMConfig, VllmLLM
+from dbt_llm.errors import TooManyErrorsError
+from dbt_llm.job import JobResult, JobSpec, run_job
+from dbt_llm.parts import Provenance
+from dbt_llm.progress import Progress, failure_lines
+from dbt_llm.spool import RequestFile
+from dbt_llm.store import Store
+from dbt_llm.version import __version__
+
+
+@dataclass(frozen=True)
+class Run:
+    """One build of one dbt node."""
+
+    run_id: str
+    node_id: str
+    invocation_id: str
+    target_folder: Path
+    """Where dbt writes its artifacts; specs and engine logs go to `llm/` in it."""
+    spool_folder: Path
+
+    @property
+    def name(self) -> str:
+        """The node's name without its project."""
+        return self.node_id.split(".")[-1]
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a run says what it does."""
+
+    info: Callable[[str], None]
+    warn: Callable[[str], None]
+    terminal: bool
+    """Whether a person watches a terminal that may show a status line."""
+
+
+class Runner:
+    """Runs the jobs of one build; an instance is the `run_jobs` of a resolve."""
+
+    def __init__(
+        self, config: Config, store: Store, run: Run, output: Output, cancelled: threading.Event
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._run = run
+        self._output = output
+        self._cancelled = cancelled
+
+    def __call__(self, files: list[RequestFile]) -> list[JobResult]:
+        """Ask for the answers to all files.
+
+        Raises:
+            TooManyErrorsError: more than `max_error_ratio` of them failed; all is stored.
+            DbtLLMError: see `run_job`.
+        """
+        by_llm: dict[str, list[RequestFile]] = {}
+        for file in files:
+            by_llm.setdefault(file.call.llm, []).append(file)
+        results = [self._run_one(llm, own) for llm, own in sorted(by_llm.items())]
+        self._check_errors(results)
+        return results
+
+    def _run_one(self, llm: str, files: list[RequestFile]) -> JobResult:
+        spec = self._spec(llm, files)
+        path = self._run.target_folder / "llm" / f"{self._run.node_id}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(spec.as_dict(), indent=2), encoding="utf-8")
+        progress = Progress(self._run.name, self._output.info, self._output.terminal)
+        self._output.info(
+            f"llm: {self._run.name}: asking {llm} ({spec.provenance.model}) for "
+            f"{spec.rows:,} {'answer' if spec.rows == 1 else 'answers'}"
+        )
+        try:
+            result = run_job(spec, self._store, self._cancelled, progress)
+        finally:
+            progress.close()
+        for line in failure_lines(self._run.name, result):
+            self._output.warn(line)
+        return result
+
+    def _spec(self, llm: str, files: list[RequestFile]) -> JobSpec:
+        entry = self._config.llms[llm]
+        return JobSpec(
+            llm=llm,
+            engine=_engine_settings(entry),
+            replicas=entry.replicas,
+            requests=files,
+            store_folder=str(self._store.folder),
+            provenance=Provenance(
+                llm=llm,
+                model=entry.model,
+                engine=entry.engine,
+                pipeline_version=__version__,
+                node_id=self._run.node_id,
+                invocation_id=self._run.invocation_id,
+                run_id=self._run.run_id,
+                trace_id=self._run.invocation_id.replace("-", ""),
+                git_sha=_git_sha(),
+                price_prompt=entry.price.prompt,
+                price_completion=entry.price.completion,
+                keep_prompts=self._config.store.keep_prompts,
+            ),
+            ray_address=self._config.ray.address,
+            log_folder=str((self._run.target_folder / "llm" / "logs").absolute()),
+            work_folder=str(self._run.spool_folder),
+            commit_interval_s=self._config.commit_interval_s,
+        )
+
+    def _check_errors(self, results: list[JobResult]) -> None:
+        asked = sum(result.answered for result in results)
+        failed = sum(result.failed for result in results)
+        allowed = self._config.max_error_ratio
+        if asked and failed / asked > allowed:
+            codes: dict[str, int] = {}
+            for result in results:
+                for code, rows in result.errors.items():
+                    codes[code] = codes.get(code, 0) + rows
+            detail = ", ".join(f"{code}: {rows:,}" for code, rows in sorted(codes.items()))
+            raise TooManyErrorsError(
+                f"{failed:,} of {asked:,} new answers failed ({detail}), more than "
+                f"max_error_ratio = {allowed:g} allows. All {asked - failed:,} good answers are "
+                "stored; a rerun asks only for failures that may pass. To accept failed rows as "
+                "NULL, raise max_error_ratio in the profile."
+            )
+
+
+def _engine_settings(entry: LLMConfig) -> dict[str, Any]:
+    # Workers may run in another folder; a model of a relative path becomes absolute for them.
+    # Sampling, system prompt and price belong to calls, so they do not make another engine.
+    settings = entry.model_dump(mode="json", exclude={"sampling", "system", "price", "replicas"})
+    paths = ["model"] if isinstance(entry, VllmLLM) else ["answers"]
+    for key in paths:
+        if settings[key] is not None and Path(settings[key]).expanduser().exists():
+            settings[key] = str(Path(settings[key]).expanduser().absolute())
+    return settings
+
+
+@cache
+def _git_sha() -> str | None:
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None

@@ -1,0 +1,114 @@
+"""The declared Arrow schemas of what crosses a boundary: requests, answers and generations."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+REQUESTS = pa.schema(
+    [
+        pa.field("prompt_hash", pa.string(), nullable=False),
+        pa.field("prompt", pa.string(), nullable=False),
+    ]
+)
+"""One row per request. The call is constant per file and stands in the job's spec."""
+
+ANSWERS = pa.schema(
+    [
+        pa.field("prompt_hash", pa.string(), nullable=False),
+        pa.field("output", pa.string()),
+        pa.field("embedding", pa.list_(pa.float32())),
+        pa.field("status", pa.string(), nullable=False),
+        pa.field("error_code", pa.string()),
+        pa.field("error", pa.string()),
+        pa.field("finish_reason", pa.string()),
+        pa.field("prompt_tokens", pa.int64()),
+        pa.field("completion_tokens", pa.int64()),
+        pa.field("latency_s", pa.float64()),
+        pa.field("attempts", pa.int32()),
+    ]
+)
+"""What an engine says to a request, in any order."""
+
+GENERATIONS = pa.schema(
+    [
+        pa.field("prompt_hash", pa.string(), nullable=False),
+        pa.field("call_hash", pa.string(), nullable=False),
+        pa.field("call", pa.string(), nullable=False),
+        pa.field("prompt", pa.string()),
+        pa.field("output", pa.string()),
+        pa.field("embedding", pa.list_(pa.float32())),
+        pa.field("status", pa.string(), nullable=False),
+        pa.field("error_code", pa.string()),
+        pa.field("error", pa.string()),
+        pa.field("finish_reason", pa.string()),
+        pa.field("prompt_tokens", pa.int64()),
+        pa.field("completion_tokens", pa.int64()),
+        pa.field("cost_usd", pa.float64()),
+        pa.field("latency_s", pa.float64()),
+        pa.field("attempts", pa.int32()),
+        pa.field("llm", pa.string()),
+        pa.field("model", pa.string()),
+        pa.field("engine", pa.string()),
+        pa.field("engine_version", pa.string()),
+        pa.field("pipeline_version", pa.string()),
+        pa.field("git_sha", pa.string()),
+        pa.field("node_id", pa.string()),
+        pa.field("invocation_id", pa.string()),
+        pa.field("run_id", pa.string()),
+        pa.field("trace_id", pa.string()),
+        pa.field("created_at", pa.timestamp("us", tz="UTC"), nullable=False),
+    ]
+)
+"""The store: one row per stored answer or error."""
+
+LASTING_ERRORS = (
+    "context_length",
+    "content_filter",
+    "invalid_request",
+    "truncated",
+    "invalid_output",
+)
+"""A row that failed so would fail again: it stays until the prompt, the call or `llm_refresh`."""
+
+PASSING_ERRORS = (
+    "auth",
+    "rate_limited",
+    "timeout",
+    "connection",
+    "server_error",
+    "engine_died",
+    "unknown",
+)
+"""A row that failed so is asked again by the next run."""
+
+ERROR_CODES = LASTING_ERRORS + PASSING_ERRORS
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One engine's answer to one request."""
+
+    prompt_hash: str
+    output: str | None = None
+    error_code: str | None = None
+    error: str | None = None
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    latency_s: float | None = None
+    attempts: int = 1
+    embedding: list[float] | None = None
+
+    @property
+    def status(self) -> str:
+        """`ok`, or `error` where there is an error code."""
+        return "ok" if self.error_code is None else "error"
+
+
+def answers_table(answers: list[Answer]) -> pa.Table:
+    """Return the answers as a table of schema `ANSWERS`."""
+    columns: dict[str, list[Any]] = {
+        name: [getattr(answer, name) for answer in answers] for name in ANSWERS.names
+    }
+    return pa.table(columns, schema=ANSWERS)

@@ -1,0 +1,239 @@
+"""The generation store: a folder of part files that all models share, as Delta or as Parquet.
+
+Both formats are append-only and keyed by prompt hash. In a Delta store a part counts once a commit
+names it; in a Parquet store once it lies there, since a part appears whole or not at all.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import unquote
+
+from dbt_llm import sql
+from dbt_llm.config import StoreConfig
+from dbt_llm.errors import StoreError
+from dbt_llm.parts import PART_PATTERN, Part, read_part
+from dbt_llm.schema import GENERATIONS
+
+_COMMIT_RETRIES = 100
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One consistent state of the store."""
+
+    version: int | None
+    """The Delta version; None for a Parquet store, and where there is no store yet."""
+    files: tuple[str, ...]
+    rows: int | None
+    """Rows in all; None where it is not known without reading."""
+
+
+class Store(Protocol):
+    """What the rest of the package may do with a store."""
+
+    folder: Path
+
+    def create(self) -> None:
+        """Create the store where there is none; prove that it can be written."""
+
+    def snapshot(self) -> Snapshot:
+        """Return the newest state."""
+
+    def relation(self, snapshot: Snapshot, delta_scan: bool) -> str | None:
+        """Return a SQL expression for FROM that reads exactly the snapshot; None when empty.
+
+        `delta_scan` says whether DuckDB's Delta extension is loaded.
+        """
+
+    def commit(self, parts: list[Part]) -> None:
+        """Make parts visible; a part that is visible already stays so.
+
+        Raises:
+            StoreError: a part is not there as it was written, or the store refuses the commit.
+        """
+
+    def adopt(self) -> int:
+        """Commit what earlier runs wrote and did not commit; return the number of rows."""
+
+
+def open_store(config: StoreConfig) -> Store:
+    """Return the store of a profile; nothing is read or written yet."""
+    folder = (Path(config.path).absolute() / "generations").resolve()
+    return DeltaStore(folder) if config.format == "delta" else ParquetStore(folder)
+
+
+class ParquetStore:
+    """Part files in a folder; what lies there counts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def create(self) -> None:
+        """Create the folder."""
+        _make_writable(self.folder)
+
+    def snapshot(self) -> Snapshot:
+        """List the part files."""
+        return Snapshot(None, tuple(sorted(map(str, self.folder.glob(PART_PATTERN)))), None)
+
+    def relation(self, snapshot: Snapshot, delta_scan: bool) -> str | None:
+        """Read the listed files."""
+        return _read_parquet(snapshot)
+
+    def commit(self, parts: list[Part]) -> None:
+        """Check that the parts are there; there is nothing more to do."""
+        _check(parts)
+
+    def adopt(self) -> int:
+        """Adopt nothing: a part counts from the moment it is there."""
+        return 0
+
+
+class DeltaStore:
+    """A Delta table whose data files the workers write themselves."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._table: Any = None
+
+    def create(self) -> None:
+        """Create the table, unless another process was faster."""
+        from deltalake import DeltaTable
+        from deltalake.exceptions import DeltaError
+
+        _make_writable(self.folder)
+        if self._open() is not None:
+            return
+        try:
+            DeltaTable.create(
+                str(self.folder),
+                GENERATIONS,
+                mode="ignore",
+                name="generations",
+                description="Answers of LLMs, one row per prompt hash (dbt-llm).",
+            )
+        except (DeltaError, OSError) as error:
+            if self._open() is None:
+                raise StoreError(
+                    f"The generation store {self.folder} cannot be created: {error}"
+                ) from error
+
+    def snapshot(self) -> Snapshot:
+        """Return the newest version with its files."""
+        table = self._open()
+        if table is None:
+            return Snapshot(None, (), 0)
+        table.update_incremental()
+        actions = table.get_add_actions(flatten=True)
+        rows = actions["num_records"].to_pylist()
+        return Snapshot(
+            table.version(),
+            # Delta keeps paths as relative URLs; file_uris() would leave them escaped.
+            tuple(str(self.folder / unquote(path)) for path in actions["path"].to_pylist()),
+            None if None in rows else sum(rows),
+        )
+
+    def relation(self, snapshot: Snapshot, delta_scan: bool) -> str | None:
+        """Read the version through the extension, or its files without."""
+        if not snapshot.files:
+            return None
+        if delta_scan:
+            return f"delta_scan({sql.literal(str(self.folder))}, version => {snapshot.version})"
+        return _read_parquet(snapshot)
+
+    def commit(self, parts: list[Part]) -> None:
+        """Add the parts to the table in one transaction; lost races are tried again."""
+        from deltalake.exceptions import CommitFailedError
+        from deltalake.transaction import AddAction, CommitProperties
+
+        if not parts:
+            return
+        _check(parts)
+        now = int(time.time() * 1000)
+        actions = [
+            AddAction(Path(part.path).name, part.size, {}, now, True, part.stats())
+            for part in parts
+        ]
+        table = self._open()
+        if table is None:
+            raise StoreError(
+                f"The generation store {self.folder} is gone; the answers lie in "
+                f"{len(parts)} part files there. Run dbt again to take them in."
+            )
+        for attempt in range(_COMMIT_RETRIES):
+            try:
+                table.update_incremental()
+                table.create_write_transaction(
+                    actions,
+                    "append",
+                    GENERATIONS,
+                    commit_properties=CommitProperties(max_commit_retries=_COMMIT_RETRIES),
+                )
+                return
+            except CommitFailedError as error:
+                if attempt == _COMMIT_RETRIES - 1:
+                    raise StoreError(
+                        f"The generation store {self.folder} refused a commit "
+                        f"{_COMMIT_RETRIES} times: {error}. Run dbt again: the answers are on "
+                        "disk and will be taken in."
+                    ) from error
+                time.sleep(min(0.01 * 2**attempt, 1.0))
+
+    def adopt(self) -> int:
+        """Commit the part files that no version names."""
+        table = self._open()
+        if table is None:
+            return 0
+        known = {Path(file).name for file in self.snapshot().files}
+        parts = [
+            read_part(path)
+            for path in sorted(self.folder.glob(PART_PATTERN))
+            if path.name not in known
+        ]
+        self.commit(parts)
+        return sum(part.rows for part in parts)
+
+    def _open(self) -> Any:
+        from deltalake import DeltaTable
+
+        log = self.folder / "_delta_log"
+        if self._table is None or not log.is_dir():
+            self._table = (
+                DeltaTable(str(self.folder))
+                if log.is_dir() and DeltaTable.is_deltatable(str(self.folder))
+                else None
+            )
+        return self._table
+
+
+def _read_parquet(snapshot: Snapshot) -> str | None:
+    if not snapshot.files:
+        return None
+    return f"read_parquet({sql.literal_list(list(snapshot.files))})"
+
+
+def _check(parts: list[Part]) -> None:
+    for part in parts:
+        path = Path(part.path)
+        size = path.stat().st_size if path.exists() else None
+        if size != part.size:
+            raise StoreError(
+                f"The part file {path} should have {part.size} bytes and has "
+                f"{'gone' if size is None else f'{size}'}; it was not committed. "
+                "Its prompts will be asked again by the next run."
+            )
+
+
+def _make_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".write-test-{time.time_ns()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise StoreError(
+            f"The generation store {folder} cannot be written: {error.strerror}. Nothing was "
+            "asked. Check the folder's permissions, or change store.path in the profile."
+        ) from error

@@ -1,0 +1,34 @@
+{#
+  Builds a table whose query may call LLM functions.
+
+  dbt calls this in place of its own macro where the project's dbt_project.yml says so:
+
+      dispatch:
+        - macro_namespace: dbt
+          search_order: ['my_project', 'dbt_llm', 'dbt']
+
+  The statement is dbt-duckdb's own. The plugin runs it, and what it needs from an LLM, until
+  nothing is missing; a query without LLM functions is left to dbt as it is.
+#}
+{% macro duckdb__create_table_as(temporary, relation, compiled_code, language='sql', partitioned_by=none, sorted_by=none) -%}
+  {%- set build_sql = dbt.duckdb__create_table_as(temporary, relation, compiled_code, language, partitioned_by, sorted_by) -%}
+  {%- if language == 'sql' and execute and model.resource_type != 'unit_test' -%}
+    {#- Opens dbt's transaction (and the connection), so that the plugin's statements are in it. -#}
+    {%- call statement('dbt_llm_begin', auto_begin=not (partitioned_by or sorted_by)) -%} select 1 {%- endcall -%}
+    {%- set request = {
+      'node_id': model.unique_id,
+      'invocation_id': invocation_id,
+      'package_version': dbt_llm._version(),
+      'query': compiled_code,
+      'statement': build_sql,
+      'undo': 'drop table ' ~ relation.include(database=(not temporary), schema=(not temporary)),
+      'header': config.get('sql_header') or '',
+      'mode': 'null' if flags.EMPTY else var('llm_mode', 'generate'),
+      'refresh': var('llm_refresh', false),
+      'limit': var('llm_limit', none),
+    } -%}
+    {%- do adapter.store_relation('dbt_llm', relation, [], '', 'resolve', request) -%}
+    {%- set build_sql = request['statement'] -%}
+  {%- endif -%}
+  {{ return(build_sql) }}
+{%- endmacro %}
