@@ -24,10 +24,10 @@ class _Section(BaseModel):
 class StoreConfig(_Section):
     """Where generations are kept."""
 
-    path: str = Field("lake/llm", min_length=1, description="A folder; holds generations/.")
+    path: str = Field(default="lake/llm", min_length=1, description="A folder; holds generations/.")
     format: Literal["delta", "parquet"] = "delta"
     keep_prompts: bool = Field(
-        True, description="false stores the hash of a prompt but not its text."
+        default=True, description="false stores the hash of a prompt but not its text."
     )
 
     @field_validator("path")
@@ -47,7 +47,7 @@ class Sampling(_Section):
     seed: int | None = None
     stop: tuple[str, ...] | None = None
     extra: dict[str, Any] | None = Field(
-        None, description="More parameters of the engine, such as top_k for vLLM."
+        default=None, description="More parameters of the engine, such as top_k for vLLM."
     )
 
     @field_validator("stop", mode="before")
@@ -65,11 +65,13 @@ class Price(_Section):
 
 class _LLM(_Section):
     sampling: Sampling = Sampling()
-    system: str | None = Field(None, description="The system prompt of calls that give none.")
+    system: str | None = Field(
+        default=None, description="The system prompt of calls that give none."
+    )
     price: Price = Price()
     replicas: PositiveInt = 1
     request_timeout_s: PositiveFloat = Field(
-        600.0, description="A request that takes longer becomes the row error `timeout`."
+        default=600.0, description="A request that takes longer becomes the row error `timeout`."
     )
 
 
@@ -78,14 +80,14 @@ class VllmLLM(_LLM):
 
     engine: Literal["vllm"]
     model: str = Field(min_length=1, description="A folder with weights, or a model id.")
-    engine_args: dict[str, Any] = Field({}, description="Passed to vLLM's AsyncEngineArgs.")
+    engine_args: dict[str, Any] = Field(default={}, description="Passed to vLLM's AsyncEngineArgs.")
 
 
 class ReplayRule(_Section):
     """One scripted answer: the first rule that fits a prompt decides."""
 
-    prompt: str | None = Field(None, description="The whole prompt.")
-    contains: str | None = Field(None, description="A part of the prompt.")
+    prompt: str | None = Field(default=None, description="The whole prompt.")
+    contains: str | None = Field(default=None, description="A part of the prompt.")
     output: str | None = None
     error_code: str | None = None
     error: str | None = None
@@ -96,16 +98,17 @@ class ReplayLLM(_LLM):
     """Recorded, scripted or made-up answers, for tests and CI: no weights, no network."""
 
     engine: Literal["replay"]
-    model: str = Field("replay", min_length=1)
+    model: str = Field(default="replay", min_length=1)
     answers: str | None = Field(
-        None, description="A JSON-lines file of rules: prompt or contains, output, error_code …"
+        default=None,
+        description="A JSON-lines file of rules: prompt or contains, output, error_code …",
     )
     rules: tuple[ReplayRule, ...] = ()
     otherwise: Literal["make_up", "error"] = Field(
-        "make_up", description="What happens to a prompt that no rule fits."
+        default="make_up", description="What happens to a prompt that no rule fits."
     )
-    latency_s: NonNegativeFloat = Field(0.0, description="Seconds that every answer takes.")
-    concurrency: PositiveInt = Field(64, description="Answers under way at once.")
+    latency_s: NonNegativeFloat = Field(default=0.0, description="Seconds that every answer takes.")
+    concurrency: PositiveInt = Field(default=64, description="Answers under way at once.")
 
 
 LLMConfig = Annotated[VllmLLM | ReplayLLM, Field(discriminator="engine")]
@@ -115,7 +118,8 @@ class RayConfig(_Section):
     """Where jobs run."""
 
     address: str | None = Field(
-        None, description="null: a private Ray on this machine | auto | HOST:PORT of a cluster."
+        default=None,
+        description="null: a private Ray on this machine | auto | HOST:PORT of a cluster.",
     )
 
     @field_validator("address")
@@ -133,10 +137,11 @@ class Config(_Section):
     llms: dict[str, LLMConfig] = Field(min_length=1)
     ray: RayConfig = RayConfig()
     max_error_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.05, description="A model fails when more than this share of its new answers failed."
+        default=0.05,
+        description="A model fails when more than this share of its new answers failed.",
     )
     commit_interval_s: PositiveFloat = Field(
-        5.0, description="Seconds between two commits while a job runs."
+        default=5.0, description="Seconds between two commits while a job runs."
     )
 
 

@@ -29,5 +29,5 @@ def _shipped(connection: Any) -> list[Path]:
     spec = find_spec("duckdb_extension_delta")
     if spec is None or spec.origin is None:
         return []
-    (version,) = connection.execute("select library_version from pragma_version()").fetchone()
+    version = sql.scalar(connection, "select library_version from pragma_version()")
     return sorted(Path(spec.origin).parent.glob(f"extensions/{version}/*.duckdb_extension"))

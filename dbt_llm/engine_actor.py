@@ -51,7 +51,8 @@ class EngineActor:
     ) -> int:
         """Answer the requests of one unit into the buffer; return how many there were.
 
-        The unit is `length` rows of `block` (schema `REQUESTS`) from `offset` on. `call` is the call's content, `job` holds `folder` (where parts go) and `provenance`.
+        The unit is `length` rows of `block` (schema `REQUESTS`) from `offset` on; `call` is the
+        call's content; `job` holds `folder`, where parts go, and `provenance`.
         """
         engine = await self._started()
         requests = block.slice(offset, length).cast(REQUESTS)

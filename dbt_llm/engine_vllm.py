@@ -104,10 +104,10 @@ class VllmEngine:
         output = None
         try:
             async with asyncio.timeout(self._timeout_s):
-                async for output in self._llm.generate(
+                async for finished in self._llm.generate(
                     {"prompt_token_ids": tokens}, parameters, request_id=request_id
                 ):
-                    pass
+                    output = finished
         except TimeoutError:
             await self._llm.abort(request_id)
             return Answer(

@@ -103,7 +103,7 @@ def register_functions(connection: Any, collector: Collecting) -> None:
         ("dbt_llm_count", count, 2),
     ):
         known = "select count(*) from duckdb_functions() where function_name = " + sql.literal(name)
-        if connection.execute(known).fetchone()[0]:
+        if sql.scalar(connection, known):
             connection.remove_function(name)
         connection.create_function(
             name, function, ["VARCHAR"] * arity, "VARCHAR", type="arrow", null_handling="special"
@@ -125,53 +125,57 @@ def macro_statements() -> list[str]:
     return [
         f"create or replace temp macro {name}({parameters}) as ({body})"
         for name, body in (
-            ("llm_generate", _lookup({"output": "VARCHAR"}, "dbt_llm_hit.output")),
-            ("llm_details", _lookup(DETAILS, "dbt_llm_hit")),
-            ("llm_prompt_hash", f"select dbt_llm_hash from ({_hashed(count=False)})"),
+            ("llm_generate", _lookup({"output": "VARCHAR"}, "dbt_llm_s.hit.output")),
+            ("llm_details", _lookup(DETAILS, "dbt_llm_s.hit")),
+            ("llm_prompt_hash", f"select dbt_llm_hash from ({_HASHED})"),
         )
     ]
 
 
 def _lookup(columns: dict[str, str], answer: str) -> str:
     fields = ", ".join(f"{name} := dbt_llm_g.{name}" for name in columns)
-    # The second branch never holds, since dbt_llm_collect yields NULL; it keeps the optimizer
-    # from dropping the call, and gives the result its type.
+    # The list of one element and the lambda bind the subquery's result to a name. What is in the
+    # lambda is an expression of the user's own query, so a CASE around the call guards it. The
+    # last branch never holds, since dbt_llm_collect yields NULL; it keeps the optimizer from
+    # dropping the call, and gives the result its type.
     return f"""
-        select case
-            when dbt_llm_hit is not null then {answer}
-            when dbt_llm_collect({_TOKEN}, dbt_llm_call_hash, dbt_llm_hash, dbt_llm_prompt)
-                is not null then {answer}
-        end
-        from (
-            select *, (
-                select struct_pack({fields}) from {GENERATIONS_VIEW} as dbt_llm_g
-                where dbt_llm_g.prompt_hash = dbt_llm_hash
-            ) as dbt_llm_hit
-            from ({_hashed(count=True)})
-        )"""
-
-
-def _hashed(count: bool) -> str:
-    names = ", ".join(OPTIONS)
-    options = ", ".join(f"'{name}': {name}" for name in OPTIONS)
-    constant = f"getvariable(concat('dbt_llm_constant_', model, hash({names})))::varchar"
-    key = "sha256(dbt_llm_call_hash || dbt_llm_prompt)"
-    if count:
-        key = (
-            f"case when getvariable('{COUNT_VARIABLE}') is not null "
-            f"then dbt_llm_count({_TOKEN}, {key}) else {key} end"
-        )
-    return f"""
-        select dbt_llm_prompt, dbt_llm_call_hash, {key} as dbt_llm_hash
-        from (
-            select
-                unnest([cast(prompt as varchar)]) as dbt_llm_prompt,
-                dbt_llm_call({_TOKEN}, coalesce({constant}, to_json({{{options}}})::varchar))
-                    as dbt_llm_call_hash
-        )"""
+        list_transform(
+            [(
+                select struct_pack(
+                    prompt := dbt_llm_prompt,
+                    call_hash := dbt_llm_call_hash,
+                    hash := dbt_llm_hash,
+                    hit := (
+                        select struct_pack({fields}) from {GENERATIONS_VIEW} as dbt_llm_g
+                        where dbt_llm_g.prompt_hash = dbt_llm_hash
+                    )
+                )
+                from ({_HASHED})
+            )],
+            lambda dbt_llm_s: case
+                when getvariable('{COUNT_VARIABLE}') is not null
+                    and dbt_llm_count({_TOKEN}, dbt_llm_s.hash) is null then null
+                when dbt_llm_s.hit is not null then {answer}
+                when dbt_llm_collect(
+                    {_TOKEN}, dbt_llm_s.call_hash, dbt_llm_s.hash, dbt_llm_s.prompt
+                ) is not null then {answer}
+            end
+        )[1]"""
 
 
 _TOKEN = f"coalesce(getvariable('{TOKEN_VARIABLE}')::varchar, '')"
+_NAMES = ", ".join(OPTIONS)
+_CONSTANT = f"getvariable(concat('dbt_llm_constant_', model, hash({_NAMES})))::varchar"
+_OPTIONS_JSON = "to_json({" + ", ".join(f"'{name}': {name}" for name in OPTIONS) + "})::varchar"
+_HASHED = f"""
+    select
+        dbt_llm_prompt, dbt_llm_call_hash,
+        sha256(dbt_llm_call_hash || dbt_llm_prompt) as dbt_llm_hash
+    from (
+        select
+            unnest([cast(prompt as varchar)]) as dbt_llm_prompt,
+            dbt_llm_call({_TOKEN}, coalesce({_CONSTANT}, {_OPTIONS_JSON})) as dbt_llm_call_hash
+    )"""
 
 
 def _flat(array: pa.Array) -> pa.Array:

@@ -61,7 +61,11 @@ class JobResult:
     asked: int = 0
     parts: list[Part] = field(default_factory=list)
     engine_start_s: float = 0.0
+    """From the job's start until the first unit went to an engine."""
+    generating_since: float | None = None
+    """When that was, on the monotonic clock."""
     generating_s: float = 0.0
+    """All the rest, commits included."""
     committing_s: float = 0.0
     engine_deaths: int = 0
 
@@ -181,12 +185,15 @@ class _Pass:
         while True:
             self._start_new()
             self._feed(unit_rows)
-            if self._exhausted and not any(k == "answer" for k, _ in self._pending.values()):
+            if self._result.generating_since is None and self._under_way():
+                self._result.engine_start_s = time.monotonic() - started
+                self._result.generating_since = time.monotonic()
+            if self._exhausted and not self._under_way():
                 break
             done, _ = ray.wait(list(self._pending), num_returns=1, timeout=_POLL_S)
             for reference in done:
                 kind, replica = self._pending.pop(reference)
-                self._settle(kind, replica, reference, started)
+                self._settle(kind, replica, reference)
             if self._cancelled.is_set():
                 self._flush_all()
                 raise CancelledError(
@@ -196,7 +203,9 @@ class _Pass:
             self._flush_when_due()
             self._report_when_due()
         self._flush_all(finish=True)
-        self._result.generating_s += time.monotonic() - started
+        since = self._result.generating_since
+        if since is not None:
+            self._result.generating_s = time.monotonic() - since
         self._report(self._result)
 
     def _unit_rows(self) -> int:
@@ -227,10 +236,12 @@ class _Pass:
                 )
                 self._pending[reference] = ("answer", replica)
 
-    def _under_way(self, replica: Replica) -> int:
-        return sum(k == "answer" and r is replica for k, r in self._pending.values())
+    def _under_way(self, replica: Replica | None = None) -> int:
+        return sum(
+            kind == "answer" and replica in {None, owner} for kind, owner in self._pending.values()
+        )
 
-    def _settle(self, kind: str, replica: Replica, reference: Any, started: float) -> None:
+    def _settle(self, kind: str, replica: Replica, reference: Any) -> None:
         import ray
         from ray.exceptions import RayActorError, RayTaskError
 
@@ -255,10 +266,6 @@ class _Pass:
                 f"Its log is {replica.log_path}."
             ) from None
         if kind == "start":
-            if replica.concurrency is None:
-                self._result.engine_start_s = max(
-                    self._result.engine_start_s, time.monotonic() - started
-                )
             replica.concurrency = value["concurrency"]
         elif kind == "answer":
             self._pool.deaths = 0

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import duckdb
 from dbt.adapters.duckdb.plugins import BasePlugin
 from dbt.adapters.duckdb.utils import TargetConfig
 from dbt.adapters.factory import get_adapter_by_type
@@ -29,6 +30,7 @@ from dbt_llm.config import load_config
 from dbt_llm.delta_extension import load_delta_extension
 from dbt_llm.errors import CallError, ConfigError, DbtLLMError, UnresolvedError
 from dbt_llm.functions import TOKEN_VARIABLE, register_functions, register_macros
+from dbt_llm.in_flight import InFlight
 from dbt_llm.progress import summary_line
 from dbt_llm.resolve import Build, Settings, resolve, show_store
 from dbt_llm.runner import Output, Run, Runner
@@ -45,7 +47,7 @@ _DISPATCH_BLOCK = """\
 _LOOKING = {"show", "compile", "docs", "generate", "parse", "list", "ls", "clone"}
 
 
-class Plugin(BasePlugin):
+class Plugin(BasePlugin):  # type: ignore[misc]
     """See the module's text."""
 
     def initialize(self, plugin_config: dict[str, Any]) -> None:
@@ -56,6 +58,7 @@ class Plugin(BasePlugin):
             self._config = load_config(plugin_config, ignore=settings)
             self._store = open_store(self._config.store)
         self._collector = Collector(self._config.llms, _missing_outside)
+        self._in_flight = InFlight()
 
     def configure_connection(self, conn: Any) -> None:
         """Prepare a DuckDB database."""
@@ -86,14 +89,15 @@ class Plugin(BasePlugin):
         spools = target / "llm" / "spool"
         remove_abandoned(spools)
         run = Run(run_id, request["node_id"], request["invocation_id"], target, spools / run_id)
+        cancelled = threading.Event()
         settings = Settings(
             run_id=run_id,
             spool_folder=run.spool_folder.absolute(),
             mode=_mode(request["mode"]),
             refresh=_is_true(request["refresh"]),
             limit=_limit(request["limit"]),
+            cancelled=cancelled,
         )
-        cancelled = threading.Event()
         cursor = _thread_cursor()
         runner = Runner(self._config, self._store, run, _output(), cancelled)
         with _interrupt_sets(cursor, cancelled):
@@ -102,6 +106,7 @@ class Plugin(BasePlugin):
                 Build(request["query"], statement, request["undo"], header),
                 self._collector,
                 self._store,
+                self._in_flight,
                 runner,
                 settings,
             )
@@ -109,7 +114,8 @@ class Plugin(BasePlugin):
             request["statement"] = statement
             return
         request["statement"] = "select 1"
-        _info(summary_line(run.name, summary))
+        if not get_flags().EMPTY:
+            _info(summary_line(run.name, summary))
 
     def _check_view(self, request: dict[str, Any]) -> None:
         cursor = _thread_cursor()
@@ -118,9 +124,11 @@ class Plugin(BasePlugin):
             cursor.execute(f"set variable {TOKEN_VARIABLE} = '{token}'")
             if request["header"]:
                 cursor.execute(request["header"])
-            cursor.execute(f"explain {request['query']}")
+            cursor.execute(f"explain {request['query']}").fetchall()
         finally:
             self._collector.close(token)
+        if resolution.error is not None:
+            raise resolution.error
         if resolution.calls:
             raise CallError(
                 f"{request['node_id']} calls an LLM function and is a view. The functions exist "
@@ -149,7 +157,7 @@ def _as_dbt_error() -> Iterator[None]:
     """dbt shows the text of its own errors; others it shows as a traceback."""
     try:
         yield
-    except DbtLLMError as error:
+    except (DbtLLMError, duckdb.Error) as error:
         raise DbtRuntimeError(str(error)) from error
 
 

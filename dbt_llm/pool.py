@@ -18,7 +18,7 @@ _pools: dict[str, "Pool"] = {}
 _numbers = itertools.count(1)
 
 
-@dataclass
+@dataclass(eq=False)
 class Replica:
     """One engine actor, as the driver sees it."""
 

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from dbt_llm.job import JobResult
 from dbt_llm.resolve import Summary
 
-_LOG_EVERY_S = 15.0
+_LOG_AFTER_S = (15.0, 45.0)
+_LOG_EVERY_S = 60.0
+# A rate that was measured for less time than this is no ground for a forecast.
+_FORECAST_AFTER_S = 10.0
 _BAR_WIDTH = 20
 # dbt's own lines overwrite the status line; longer than this, its end would stay visible.
 _STATUS_WIDTH = 78
@@ -22,23 +25,25 @@ class Progress:
         self._log = log
         self._terminal = terminal
         self._started = time.monotonic()
-        self._last_line = self._started
+        self._lines = 0
 
     def __call__(self, result: JobResult) -> None:
         """Show the state of the job."""
         if self._terminal:
-            _status.show(self._name, _bar(self._name, result, self._elapsed(result)))
-        elif time.monotonic() - self._last_line >= _LOG_EVERY_S:
-            self._last_line = time.monotonic()
-            self._log(f"llm: {self._name}: {_words(result, self._elapsed(result))}")
+            _status.show(self._name, _bar(self._name, result))
+        elif time.monotonic() - self._started >= self._next_line_s():
+            self._lines += 1
+            self._log(f"llm: {self._name}: {_words(result)}")
 
     def close(self) -> None:
         """Take the status line away."""
         if self._terminal:
             _status.remove(self._name)
 
-    def _elapsed(self, result: JobResult) -> float:
-        return max(0.001, time.monotonic() - self._started - result.engine_start_s)
+    def _next_line_s(self) -> float:
+        if self._lines < len(_LOG_AFTER_S):
+            return _LOG_AFTER_S[self._lines]
+        return _LOG_AFTER_S[-1] + _LOG_EVERY_S * (self._lines - len(_LOG_AFTER_S) + 1)
 
 
 class _StatusLine:
@@ -87,7 +92,7 @@ def summary_line(name: str, summary: Summary) -> str:
     if summary.left_null:
         parts.append(f"{summary.left_null:,} left NULL")
     if asked:
-        seconds = sum(job.generating_s - job.engine_start_s for job in summary.jobs)
+        seconds = sum(job.generating_s for job in summary.jobs)
         tokens = sum(job.tokens for job in summary.jobs)
         cost = sum(job.cost_usd for job in summary.jobs)
         parts.append(f"{_short(tokens)} tokens")
@@ -109,23 +114,25 @@ def failure_lines(name: str, job: JobResult) -> list[str]:
     return lines
 
 
-def _bar(name: str, result: JobResult, elapsed_s: float) -> str:
+def _bar(name: str, result: JobResult) -> str:
     done = result.answered / max(1, result.asked)
     filled = int(done * _BAR_WIDTH)
     bar = "█" * filled + "░" * (_BAR_WIDTH - filled)
-    return f"{name[:16]:<16} {bar} {_words(result, elapsed_s)}"
+    return f"{name[:16]:<16} {bar} {_words(result)}"
 
 
-def _words(result: JobResult, elapsed_s: float) -> str:
-    if not result.answered:
-        return f"starting, {result.asked:,} to ask"
-    rate = result.answered / elapsed_s
-    left_s = (result.asked - result.answered) / rate
-    failed = f", {result.failed:,} failed" if result.failed else ""
-    return (
-        f"{result.answered:,}/{result.asked:,}{failed}, {_rate(rate)} rows/s, "
-        f"{_duration(left_s)} left"
-    )
+def _words(result: JobResult) -> str:
+    if result.generating_since is None:
+        return f"starting the engine, {result.asked:,} to ask"
+    elapsed_s = time.monotonic() - result.generating_since
+    words = f"{result.answered:,}/{result.asked:,}"
+    if result.failed:
+        words += f", {result.failed:,} failed"
+    if result.answered and elapsed_s >= _FORECAST_AFTER_S:
+        rate = result.answered / elapsed_s
+        left_s = (result.asked - result.answered) / rate
+        words += f", {_rate(rate)} rows/s, {_duration(left_s)} left"
+    return words
 
 
 def _short(number: float) -> str:

@@ -6,6 +6,7 @@ result. This module knows DuckDB and the job, and nothing of dbt.
 """
 
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +18,10 @@ from dbt_llm import functions, sql
 from dbt_llm.call import Call
 from dbt_llm.collector import Collector, Mode, Resolution
 from dbt_llm.errors import NotSettledError, StoreError, UnresolvedError
+from dbt_llm.in_flight import InFlight, wait_for
 from dbt_llm.job import JobResult
 from dbt_llm.schema import LASTING_ERRORS
-from dbt_llm.spool import RequestFile, prepare_requests
+from dbt_llm.spool import Prepared, RequestFile, prepare_requests
 from dbt_llm.store import Snapshot, Store
 
 # Counting the distinct prompts of a query costs a Python call per vector; a store of more rows
@@ -53,7 +55,6 @@ class Summary:
     """What a resolve did, for the line that people read."""
 
     calls: dict[str, Call]
-    rounds: int = 0
     prompts: int | None = None
     """Distinct prompts of the query; None where counting them would cost too much."""
     jobs: list[JobResult] = field(default_factory=list)
@@ -82,6 +83,8 @@ class Settings:
     """Ask again for what is stored."""
     limit: int | None = None
     """The largest number of requests; the rest stays NULL."""
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    """Set when the user interrupts."""
 
 
 def resolve(
@@ -89,6 +92,7 @@ def resolve(
     build: Build,
     collector: Collector,
     store: Store,
+    in_flight: InFlight,
     run_jobs: RunJobs,
     settings: Settings,
 ) -> Summary | None:
@@ -109,7 +113,7 @@ def resolve(
         _execute(cursor, f"explain {build.query}", resolution)
         if not resolution.calls:
             return None
-        return _Loop(cursor, build, resolution, store, run_jobs, settings).run()
+        return _Loop(cursor, build, resolution, store, in_flight, run_jobs, settings).run()
     finally:
         collector.close(token)
         shutil.rmtree(settings.spool_folder, ignore_errors=True)
@@ -134,9 +138,9 @@ def _show_answers(cursor: Any, store: Store, visible: str) -> Snapshot:
     """
     snapshot, select = _select_answers(cursor, store, visible)
     if select is not None:
-        (repeats,) = cursor.execute(
-            f"select count(*) > count(distinct hash(prompt_hash)) from ({select})"
-        ).fetchone()
+        repeats = sql.scalar(
+            cursor, f"select count(*) > count(distinct hash(prompt_hash)) from ({select})"
+        )
         if repeats:
             select = _without_repeats(cursor, select)
     _create_view(cursor, select)
@@ -165,6 +169,7 @@ class _Loop:
         build: Build,
         resolution: Resolution,
         store: Store,
+        in_flight: InFlight,
         run_jobs: RunJobs,
         settings: Settings,
     ) -> None:
@@ -172,6 +177,7 @@ class _Loop:
         self._build = build
         self._resolution = resolution
         self._store = store
+        self._in_flight = in_flight
         self._run_jobs = run_jobs
         self._settings = settings
         self._asked: list[RequestFile] = []
@@ -185,18 +191,19 @@ class _Loop:
         # query nests deeper than it has calls, unless it is recursive.
         recursive = "recursive" in self._build.query.lower()
         most = _MAX_ROUNDS_OF_RECURSION if recursive else self._resolution.call_sites
+        rounds = 0
         while True:
             raw = self._evaluate(refresh=self._settings.refresh)
             if raw is None:
                 break
-            if self._summary.rounds == most:
+            if rounds == most:
                 raise NotSettledError(
-                    f"After {most} round(s) of questions the query still asks for new prompts, so "
-                    "its prompts differ at every evaluation. Look for random(), uuid(), now() or "
+                    f"After {most} round(s) of questions the query still needs new answers, so its "
+                    "prompts differ at every evaluation. Look for random(), uuid(), now() or "
                     "an unordered list or string_agg() in them, and compute such values in an "
                     "upstream model. The answers so far are stored."
                 )
-            self._ask(raw)
+            rounds += self._ask(raw)
         if self._settings.refresh and self._summary.failed:
             # What could not be asked anew keeps the answer that it had.
             self._evaluate(refresh=False)
@@ -222,24 +229,41 @@ class _Loop:
             self._cursor.execute(self._build.undo)
         return raw
 
-    def _ask(self, raw: Path) -> None:
-        self._summary.rounds += 1
-        left = self._settings.limit
-        if left is not None:
-            left = max(0, left - sum(file.rows for file in self._asked))
-        folder = self._settings.spool_folder / f"round-{self._summary.rounds}"
-        files = prepare_requests(raw, self._resolution.calls, folder, self._asked, left)
-        if left is not None and sum(file.rows for file in files) >= left:
+    def _ask(self, raw: Path) -> bool:
+        """Ask for what is missing; return whether this run asked anything itself."""
+        limit = self._settings.limit
+        if limit is not None:
+            limit = max(0, limit - sum(file.rows for file in self._asked))
+        folder = self._settings.spool_folder / f"round-{len(self._asked)}"
+
+        def prepare(others: list[RequestFile]) -> Prepared:
+            return prepare_requests(
+                raw,
+                self._resolution.calls,
+                folder,
+                asked=self._asked,
+                others=others,
+                limit=limit,
+            )
+
+        run_id = self._settings.run_id
+        prepared, waiting_for = self._in_flight.claim(run_id, prepare)
+        try:
+            if prepared.files:
+                self._asked += prepared.files
+                self._summary.jobs += self._run_jobs(prepared.files)
+        finally:
+            self._in_flight.release(run_id)
+        wait_for(waiting_for, self._settings.cancelled)
+        if limit is not None and prepared.rows >= limit:
             # The limit is used up: what is still missing in the next evaluation stays NULL.
             self._resolution.mode = Mode.NULL
-        elif not files:
+        elif not prepared.files and not waiting_for:
             raise StoreError(
                 "The query needs prompts that this run has asked and stored, and the store does "
                 f"not give them back. Look at {self._store.folder}: was it changed or removed?"
             )
-        self._asked += files
-        if files:
-            self._summary.jobs += self._run_jobs(files)
+        return bool(prepared.files)
 
     def _finish(self) -> None:
         missing = self._resolution.missing
@@ -253,13 +277,18 @@ class _Loop:
 
 
 def _execute(cursor: Any, statement: str, resolution: Resolution) -> None:
-    """Run a statement; what the Python functions raised in it is raised as it was."""
+    """Run a statement; what the Python functions raised in it is raised as it was.
+
+    DuckDB wraps such an error in text of its own, and drops it where it only tried to fold a
+    constant while it planned.
+    """
     try:
-        cursor.execute(statement)
+        cursor.execute(statement).fetchall()
     except duckdb.Error:
-        if resolution.error is not None:
-            raise resolution.error from None
-        raise
+        if resolution.error is None:
+            raise
+    if resolution.error is not None:
+        raise resolution.error from None
 
 
 def _lasting() -> str:
@@ -283,7 +312,5 @@ def _without_repeats(cursor: Any, select: str) -> str:
 
 
 def _has_delta_scan(cursor: Any) -> bool:
-    (loaded,) = cursor.execute(
-        "select count(*) > 0 from duckdb_extensions() where extension_name = 'delta' and loaded"
-    ).fetchone()
-    return bool(loaded)
+    known = "select count(*) from duckdb_extensions() where extension_name = 'delta' and loaded"
+    return bool(sql.scalar(cursor, known))

@@ -86,61 +86,91 @@ class RawSpool:
         self._buffered_rows = self._buffered_bytes = 0
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What a round of questions is to ask."""
+
+    files: list[RequestFile]
+    left_to_others: int = 0
+    """Requests that another model asks just now."""
+
+    @property
+    def rows(self) -> int:
+        """Requests in all files."""
+        return sum(file.rows for file in self.files)
+
+
 def prepare_requests(
     raw: Path,
     calls: Mapping[str, Call],
     folder: Path,
-    earlier: list[RequestFile],
+    *,
+    asked: list[RequestFile],
+    others: list[RequestFile],
     limit: int | None,
-) -> list[RequestFile]:
-    """Turn a raw spool into one file per call: distinct, without what was asked before, in order.
+) -> Prepared:
+    """Turn a raw spool into one file per call: distinct, in order, without what is asked already.
 
     Prompts that begin alike lie together, for the engine's prefix cache, and the groups with the
     longest prompts come first, so that no long request is left over at the end.
 
-    `limit` is the largest number of requests in all (the dbt variable `llm_limit`).
+    Args:
+        raw: the spool; it is removed.
+        calls: the calls of the query by their hash.
+        folder: where the files go.
+        asked: what earlier rounds asked.
+        others: what other models ask just now.
+        limit: the largest number of requests in all (the dbt variable `llm_limit`).
     """
     folder = private_folder(folder)
     connection = duckdb.connect(config={"temp_directory": str(folder / "tmp")})
     try:
-        asked = (
-            f"anti join read_parquet({sql.literal_list([f.path for f in earlier])}) as earlier "
-            "using (prompt_hash)"
-            if earlier
-            else ""
-        )
+        source = f"select * from read_parquet({sql.literal(str(raw))}) as raw {_without(asked)}"
+        left_to_others = 0
+        if others:
+            left_to_others = sql.scalar(
+                connection,
+                f"select count(distinct prompt_hash) from ({source}) as r "
+                f"semi join {_union(others)} using (prompt_hash)",
+            )
         connection.execute(f"""
             create temp view fresh as
             select prompt_hash, any_value(call_hash) as call_hash, any_value(prompt) as prompt
-            from read_parquet({sql.literal(str(raw))}) {asked} group by prompt_hash""")
+            from ({source}) as r {_without(others)} group by prompt_hash""")
         files = []
-        budget = limit
         for number, (call_hash, call) in enumerate(sorted(calls.items())):
             path = folder / f"requests-{number}.parquet"
-            rows = _write_in_order(connection, call_hash, path, budget)
+            rows = _write_in_order(connection, call_hash, path, limit)
             if rows:
                 files.append(RequestFile(path=str(path), rows=rows, call=call))
-            if budget is not None:
-                budget -= rows
-        return files
+            if limit is not None:
+                limit -= rows
+        return Prepared(files, left_to_others)
     finally:
         connection.close()
         raw.unlink()
 
 
+def _without(files: list[RequestFile]) -> str:
+    return f"anti join {_union(files)} using (prompt_hash)" if files else ""
+
+
+def _union(files: list[RequestFile]) -> str:
+    return f"read_parquet({sql.literal_list([file.path for file in files])})"
+
+
 def _write_in_order(
     connection: duckdb.DuckDBPyConnection, call_hash: str, path: Path, limit: int | None
 ) -> int:
-    (rows,) = connection.execute(f"""
+    copy = f"""
         copy (
             select prompt_hash, prompt
             from (select * from fresh where call_hash = {sql.literal(call_hash)}
                   {f"limit {limit:d}" if limit is not None else ""})
             order by
                 max(strlen(prompt)) over (partition by left(prompt, {_PREFIX_LENGTH})) desc, prompt
-        ) to {sql.literal(str(path))} (format parquet, compression zstd, row_group_size 4096)
-    """).fetchone() or (0,)
-    return int(rows)
+        ) to {sql.literal(str(path))} (format parquet, compression zstd, row_group_size 4096)"""
+    return int(sql.scalar(connection, copy))
 
 
 def missing_requests(
@@ -155,14 +185,14 @@ def missing_requests(
         left = []
         for number, file in enumerate(files):
             path = folder / f"requests-{number}.parquet"
-            (rows,) = connection.execute(f"""
+            copy = f"""
                 copy (
                     select r.prompt_hash, r.prompt from read_parquet({sql.literal(file.path)}) as r
                     anti join read_parquet({sql.literal_list(answered)}) as a using (prompt_hash)
-                ) to {sql.literal(str(path))} (format parquet, compression zstd)
-            """).fetchone() or (0,)
+                ) to {sql.literal(str(path))} (format parquet, compression zstd)"""
+            rows = int(sql.scalar(connection, copy))
             if rows:
-                left.append(RequestFile(path=str(path), rows=int(rows), call=file.call))
+                left.append(RequestFile(path=str(path), rows=rows, call=file.call))
         return left
     finally:
         connection.close()

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote
 
+import pyarrow.parquet as pq
+
 from dbt_llm import sql
 from dbt_llm.config import StoreConfig
 from dbt_llm.errors import StoreError
@@ -17,6 +19,8 @@ from dbt_llm.parts import PART_PATTERN, Part, read_part
 from dbt_llm.schema import GENERATIONS
 
 _COMMIT_RETRIES = 100
+# A Parquet store has no log; to know its rows, the footer of every file has to be read.
+_COUNT_UP_TO_FILES = 200
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,11 @@ class ParquetStore:
 
     def snapshot(self) -> Snapshot:
         """List the part files."""
-        return Snapshot(None, tuple(sorted(map(str, self.folder.glob(PART_PATTERN)))), None)
+        files = sorted(self.folder.glob(PART_PATTERN))
+        rows = None
+        if len(files) <= _COUNT_UP_TO_FILES:
+            rows = sum(pq.read_metadata(file).num_rows for file in files)
+        return Snapshot(None, tuple(map(str, files)), rows)
 
     def relation(self, snapshot: Snapshot, delta_scan: bool) -> str | None:
         """Read the listed files."""

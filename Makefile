@@ -1,0 +1,47 @@
+# Everything that a person or CI does here. `make demo` is the place to begin.
+VENV ?= .venv
+PYTHON ?= python3
+PY := $(VENV)/bin/python
+WEIGHTS := example_project/weights/SmolLM2-135M-Instruct
+DUCKDB2 := $(VENV)/duckdb-2
+
+.PHONY: demo test test-fast check format bench install weights clean
+
+demo: install weights  ## Run the example project against a real LLM, twice.
+	@PATH="$(abspath $(VENV))/bin:$$PATH" bash scripts/demo.sh
+
+test: install weights $(DUCKDB2)  ## All tests; the functional ones on DuckDB 1.5 and on 2.0.
+	$(PY) -m pytest tests/unit tests/functional
+	PYTHONPATH=$(abspath $(DUCKDB2)) $(PY) -m pytest tests/unit tests/functional -m "not one_duckdb"
+	$(PY) -m pytest tests/e2e
+
+test-fast: install  ## Unit tests alone.
+	$(PY) -m pytest tests/unit
+
+check: install  ## Format, lint and types.
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+format: install
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+bench: install
+	$(PY) bench/run.py
+
+install:
+	@DBT_LLM_VENV="$(VENV)" PYTHON="$(PYTHON)" bash scripts/install.sh
+
+weights: install
+	@$(PY) scripts/prepare_weights.py --out $(WEIGHTS)
+
+# DuckDB 2.0 beside 1.5: the tests put this folder first on the path.
+$(DUCKDB2): | install
+	$(PY) -m pip install -q --no-deps --target $@ duckdb==2.0.1
+
+clean:  ## Remove what the demo and the tests made; installed packages and weights stay.
+	rm -rf example_project/lake/llm example_project/lake/replay example_project/lake/*.parquet
+	rm -rf example_project/target example_project/logs example_project/dbt_packages
+	rm -f example_project/*.duckdb example_project/*.wal example_project/package-lock.yml
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
