@@ -49,13 +49,20 @@ class CallOptions(BaseModel):
     def _one_or_many(cls, stop: Any) -> Any:
         return [stop] if isinstance(stop, str) else stop
 
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stop: list[str] | None) -> list[str] | None:
+        if stop is not None and not stop:
+            raise ValueError("is an empty list; leave it out")
+        return stop
+
     @field_validator("json_schema", "extra", mode="before")
     @classmethod
     def _parse_json(cls, value: Any) -> Any:
         if not isinstance(value, str):
             return value
         try:
-            return json.loads(value)
+            return json.loads(value, parse_constant=_refuse)
         except ValueError:
             raise ValueError("is no valid JSON") from None
 
@@ -123,7 +130,7 @@ def make_call(options_json: str, llms: Mapping[str, LLMConfig]) -> Call:
 
 def canonical_json(value: Any) -> str:
     """Return JSON that is equal for equal values: sorted keys, no spaces, ASCII only."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def sha256_hex(text: str) -> str:
@@ -134,6 +141,10 @@ def sha256_hex(text: str) -> str:
 def prompt_hash(call_hash: str, prompt: str) -> str:
     """Return the key of a generation."""
     return sha256_hex(call_hash + prompt)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _answer_changing_args(config: LLMConfig) -> dict[str, Any] | None:

@@ -41,7 +41,7 @@ class StoreConfig(_Section):
 class Sampling(_Section):
     """How an LLM decodes; every field is part of a prompt's key."""
 
-    temperature: NonNegativeFloat = 0.0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     max_tokens: PositiveInt = 512
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: int | None = None
@@ -49,6 +49,11 @@ class Sampling(_Section):
     extra: dict[str, Any] | None = Field(
         default=None, description="More parameters of the engine, such as top_k for vLLM."
     )
+
+    @field_validator("temperature")
+    @classmethod
+    def _one_zero(cls, temperature: float) -> float:
+        return temperature + 0.0  # -0.0 is equal to 0.0, but would be another key.
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -125,8 +125,11 @@ def macro_statements() -> list[str]:
     return [
         f"create or replace temp macro {name}({parameters}) as ({body})"
         for name, body in (
-            ("llm_generate", _lookup({"output": "VARCHAR"}, "dbt_llm_s.hit.output")),
-            ("llm_details", _lookup(DETAILS, "dbt_llm_s.hit")),
+            (
+                "llm_generate",
+                _lookup({"output": "VARCHAR"}, "struct_extract(dbt_llm_s, 'hit').output"),
+            ),
+            ("llm_details", _lookup(DETAILS, "struct_extract(dbt_llm_s, 'hit')")),
             ("llm_prompt_hash", f"select dbt_llm_hash from ({_HASHED})"),
         )
     ]
@@ -154,10 +157,11 @@ def _lookup(columns: dict[str, str], answer: str) -> str:
             )],
             lambda dbt_llm_s: case
                 when getvariable('{COUNT_VARIABLE}') is not null
-                    and dbt_llm_count({_TOKEN}, dbt_llm_s.hash) is null then null
-                when dbt_llm_s.hit is not null then {answer}
+                    and dbt_llm_count({_TOKEN}, struct_extract(dbt_llm_s, 'hash')) is null then null
+                when struct_extract(dbt_llm_s, 'hit') is not null then {answer}
                 when dbt_llm_collect(
-                    {_TOKEN}, dbt_llm_s.call_hash, dbt_llm_s.hash, dbt_llm_s.prompt
+                    {_TOKEN}, struct_extract(dbt_llm_s, 'call_hash'),
+                    struct_extract(dbt_llm_s, 'hash'), struct_extract(dbt_llm_s, 'prompt')
                 ) is not null then {answer}
             end
         )[1]"""

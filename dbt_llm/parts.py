@@ -186,15 +186,28 @@ class PartWriter:
             self._rows = self._bytes = 0
         if not tables:
             return
-        table = pa.concat_tables(tables)
+        try:
+            self._write_part(pa.concat_tables(tables))
+        except BaseException:
+            # A full disk must not cost answers: what could not be written is tried again.
+            with self._lock:
+                self._buffer = tables + self._buffer
+                self._rows = sum(table.num_rows for table in self._buffer)
+                self._bytes = sum(table.nbytes for table in self._buffer)
+            raise
+
+    def _write_part(self, table: pa.Table) -> None:
         name = f"{time.time_ns():020d}-{self._provenance.run_id}-{uuid.uuid4().hex}"
         hidden = self._folder / f".{name}.tmp"
         path = self._folder / f"part-{name}.parquet"
-        with hidden.open("wb") as file:
-            pq.write_table(table, file, compression="zstd")
-            file.flush()
-            os.fsync(file.fileno())
-        hidden.rename(path)
+        try:
+            with hidden.open("wb") as file:
+                pq.write_table(table, file, compression="zstd")
+                file.flush()
+                os.fsync(file.fileno())
+            hidden.rename(path)
+        finally:
+            hidden.unlink(missing_ok=True)
         with self._lock:
             self._written.append(_describe(path, table))
 

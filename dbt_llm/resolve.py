@@ -5,6 +5,7 @@ hand the prompt to the collector and yield NULL. The evaluation that collects no
 result. This module knows DuckDB and the job, and nothing of dbt.
 """
 
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -189,11 +190,18 @@ class _Loop:
             self._store.adopt()
         # A call within a call needs the inner answer first, so each nesting takes one round. No
         # query nests deeper than it has calls, unless it is recursive.
-        recursive = "recursive" in self._build.query.lower()
+        recursive = re.search(r"\bwith\s+recursive\b", self._build.query, re.IGNORECASE)
         most = _MAX_ROUNDS_OF_RECURSION if recursive else self._resolution.call_sites
         rounds = 0
+        refresh = self._settings.refresh
         while True:
-            raw = self._evaluate(refresh=self._settings.refresh)
+            raw = self._evaluate(refresh)
+            if raw is None and refresh and (self._summary.failed or self._resolution.missing):
+                # What could not be asked anew keeps the answer that it had; a call around it may
+                # then ask a prompt that is new.
+                self._cursor.execute(self._build.undo)
+                refresh, rounds = False, 0
+                continue
             if raw is None:
                 break
             if rounds == most:
@@ -204,9 +212,6 @@ class _Loop:
                     "upstream model. The answers so far are stored."
                 )
             rounds += self._ask(raw)
-        if self._settings.refresh and self._summary.failed:
-            # What could not be asked anew keeps the answer that it had.
-            self._evaluate(refresh=False)
         self._finish()
         return self._summary
 

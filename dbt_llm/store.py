@@ -5,11 +5,14 @@ names it; in a Parquet store once it lies there, since a part appears whole or n
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dbt_llm import sql
@@ -83,7 +86,7 @@ class ParquetStore:
         files = sorted(self.folder.glob(PART_PATTERN))
         rows = None
         if len(files) <= _COUNT_UP_TO_FILES:
-            rows = sum(pq.read_metadata(file).num_rows for file in files)
+            rows = sum(_rows(file) for file in files)
         return Snapshot(None, tuple(map(str, files)), rows)
 
     def relation(self, snapshot: Snapshot, delta_scan: bool) -> str | None:
@@ -123,17 +126,17 @@ class DeltaStore:
                 description="Answers of LLMs, one row per prompt hash (dbt-llm).",
             )
         except (DeltaError, OSError) as error:
-            if self._open() is None:
+            if not DeltaTable.is_deltatable(str(self.folder)):
                 raise StoreError(
                     f"The generation store {self.folder} cannot be created: {error}"
                 ) from error
+        self._open()
 
     def snapshot(self) -> Snapshot:
         """Return the newest version with its files."""
         table = self._open()
         if table is None:
             return Snapshot(None, (), 0)
-        table.update_incremental()
         actions = table.get_add_actions(flatten=True)
         rows = actions["num_records"].to_pylist()
         return Snapshot(
@@ -153,7 +156,7 @@ class DeltaStore:
 
     def commit(self, parts: list[Part]) -> None:
         """Add the parts to the table in one transaction; lost races are tried again."""
-        from deltalake.exceptions import CommitFailedError
+        from deltalake.exceptions import CommitFailedError, DeltaError
         from deltalake.transaction import AddAction, CommitProperties
 
         if not parts:
@@ -188,6 +191,11 @@ class DeltaStore:
                         "disk and will be taken in."
                     ) from error
                 time.sleep(min(0.01 * 2**attempt, 1.0))
+            except DeltaError as error:
+                raise StoreError(
+                    f"The generation store {self.folder} refused a commit: {error}. Run dbt "
+                    "again: the answers are on disk and will be taken in."
+                ) from error
 
     def adopt(self) -> int:
         """Commit the part files that no version names."""
@@ -196,7 +204,7 @@ class DeltaStore:
             return 0
         known = {Path(file).name for file in self.snapshot().files}
         parts = [
-            read_part(path)
+            _read_part(path)
             for path in sorted(self.folder.glob(PART_PATTERN))
             if path.name not in known
         ]
@@ -204,15 +212,27 @@ class DeltaStore:
         return sum(part.rows for part in parts)
 
     def _open(self) -> Any:
+        """Return the table as it is now, or None."""
         from deltalake import DeltaTable
+        from deltalake.exceptions import DeltaError
 
-        log = self.folder / "_delta_log"
-        if self._table is None or not log.is_dir():
-            self._table = (
-                DeltaTable(str(self.folder))
-                if log.is_dir() and DeltaTable.is_deltatable(str(self.folder))
-                else None
-            )
+        if not (self.folder / "_delta_log").is_dir():
+            self._table = None
+            return None
+        if self._table is not None:
+            try:
+                self._table.update_incremental()
+                return self._table
+            except DeltaError:
+                # Another table lies there now: open that one.
+                self._table = None
+        try:
+            if DeltaTable.is_deltatable(str(self.folder)):
+                self._table = DeltaTable(str(self.folder))
+        except DeltaError as error:
+            raise StoreError(
+                f"The generation store {self.folder} cannot be read: {error}"
+            ) from error
         return self._table
 
 
@@ -226,12 +246,32 @@ def _check(parts: list[Part]) -> None:
     for part in parts:
         path = Path(part.path)
         size = path.stat().st_size if path.exists() else None
-        if size != part.size:
+        if size != part.size or _rows(path) != part.rows:
             raise StoreError(
-                f"The part file {path} should have {part.size} bytes and has "
-                f"{'gone' if size is None else f'{size}'}; it was not committed. "
+                f"The part file {path} should have {part.size} bytes and "
+                f"{'is gone' if size is None else f'has {size}'}; it was not committed. "
                 "Its prompts will be asked again by the next run."
             )
+
+
+def _rows(path: Path) -> int:
+    with _readable(path):
+        return int(pq.read_metadata(path).num_rows)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise StoreError(
+            f"The part file {path} is damaged: {error}. Remove it; its prompts will be asked again."
+        ) from error
+
+
+def _read_part(path: Path) -> Part:
+    with _readable(path):
+        return read_part(path)
 
 
 def _make_writable(folder: Path) -> None:

@@ -106,7 +106,8 @@ def test_query_shapes(project: Project) -> None:
     for number, (name, (_, expected, asked)) in enumerate(shapes.items()):
         table = f"shape_{number}"
         difference = project.query(
-            f"(from {table} except all ({expected})) union all (({expected}) except all from {table})"
+            f"(from {table} except all ({expected})) "
+            f"union all (({expected}) except all from {table})"
         )
         assert difference == [], name
         node = f"model.my_project.{table}"
@@ -157,7 +158,8 @@ def test_incremental_strategies_after_a_full_refresh_on_two_threads(
         assert outcome.success, outcome.log
     for name in ("one", "two"):
         assert project.query(
-            f"select count(*), count(distinct i), count(*) filter (r = made_up('x' || i)) from {name}"
+            "select count(*), count(distinct i), count(*) filter (r = made_up('x' || i)) "
+            f"from {name}"
         ) == [(6, 6, 6)]
 
 
@@ -205,7 +207,8 @@ def test_snapshot(project: Project) -> None:
         "select count(*), count(*) filter (dbt_valid_to is null), count(answer) from kept"
     ) == [(6, 3, 6)]
     assert project.query(
-        "select count(*) from kept where dbt_valid_to is null and answer = made_up('p' || id || '!')"
+        "select count(*) from kept "
+        "where dbt_valid_to is null and answer = made_up('p' || id || '!')"
     ) == [(3,)]
 
 

@@ -7,7 +7,7 @@ from tests.project import Project
 BAD_CALLS = {
     "llm_generate('x', model := 'nobody')": "names the model 'nobody', which is not among",
     "llm_generate('x', max_tokens := 0)": "max_tokens: Input should be greater than 0 (got 0)",
-    "llm_generate('x', temperature := 'hot')": "temperature: Input should be a valid number (got 'hot')",
+    "llm_generate('x', temperature := 'hot')": "Input should be a valid number (got 'hot')",
     "llm_generate('x', choices := [])": "choices: is an empty list",
     "llm_generate('x', choices := ['a', 'a'])": "choices: holds a choice twice",
     "llm_generate('x', json_schema := '')": "json_schema: is no valid JSON (got '')",

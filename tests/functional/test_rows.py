@@ -33,7 +33,8 @@ def write_texts(project: Project, texts: dict[str, str]) -> None:
 
 
 def from_texts(select: str) -> str:
-    return f"select {select} from read_json('texts.json', columns={{name: 'varchar', body: 'varchar'}})"
+    columns = "{name: 'varchar', body: 'varchar'}"
+    return f"select {select} from read_json('texts.json', columns={columns})"
 
 
 def test_a_thousand_shuffled_answers_are_on_their_rows(project: Project) -> None:
