@@ -15,6 +15,9 @@ Why the macros look as they do (each was seen to matter, on DuckDB 1.5 and 2.0):
   while it plans, and a prompt expression once per mention.
 - `getvariable(concat(model, hash(...)))` refuses options that are not constant, which DuckDB
   does not do by itself.
+- `where true or (prompt) is null` is dropped by the optimizer, but not by the binder: it refuses
+  window functions, and aggregates without a column such as `count(*)`, which would otherwise be
+  computed over the one row within the macro and give wrong prompts.
 - All internal names are qualified or start with `dbt_llm_`, so no column or CTE of a user can
   take their place.
 """
@@ -179,6 +182,7 @@ _HASHED = f"""
         select
             unnest([cast(prompt as varchar)]) as dbt_llm_prompt,
             dbt_llm_call({_TOKEN}, coalesce({_CONSTANT}, {_OPTIONS_JSON})) as dbt_llm_call_hash
+        where true or (prompt) is null
     )"""
 
 

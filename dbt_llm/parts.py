@@ -55,6 +55,7 @@ class Part:
     min_hash: str
     max_hash: str
     prompt_tokens: int = 0
+    """Of the rows for which something was generated."""
     completion_tokens: int = 0
     cost_usd: float = 0.0
     errors: dict[str, int] = field(default_factory=dict)
@@ -147,6 +148,8 @@ class PartWriter:
             pc.multiply(prompt_tokens, price.price_prompt / 1e6),
             pc.multiply(completion_tokens, price.price_completion / 1e6),
         )
+        # A request that was refused before anything was generated costs nothing.
+        cost = pc.if_else(answers["completion_tokens"].is_valid(), cost, 0.0)
         constants: dict[str, Any] = {
             "call_hash": self._call_hash,
             "call": self._call,
@@ -223,6 +226,7 @@ def _describe(path: Path, table: pa.Table) -> Part:
             hashes[code] = failed["prompt_hash"][row].as_py()
             examples[code] = failed["error"][row].as_py() or ""
         errors[code] = errors.get(code, 0) + 1
+    used = table.filter(table["completion_tokens"].is_valid())
     extremes = pc.min_max(table["prompt_hash"]).as_py()
     return Part(
         path=str(path),
@@ -231,8 +235,8 @@ def _describe(path: Path, table: pa.Table) -> Part:
         call_hash=table["call_hash"][0].as_py(),
         min_hash=extremes["min"],
         max_hash=extremes["max"],
-        prompt_tokens=pc.sum(table["prompt_tokens"]).as_py() or 0,
-        completion_tokens=pc.sum(table["completion_tokens"]).as_py() or 0,
+        prompt_tokens=pc.sum(used["prompt_tokens"]).as_py() or 0,
+        completion_tokens=pc.sum(used["completion_tokens"]).as_py() or 0,
         cost_usd=pc.sum(table["cost_usd"]).as_py() or 0.0,
         errors=errors,
         example_hashes=hashes,

@@ -85,7 +85,8 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         header = request["header"]
         statement = request["statement"].replace(header, "", 1) if header else request["statement"]
         run_id = uuid.uuid4().hex
-        target = Path(get_flags().TARGET_PATH or "target")
+        flags = get_flags()
+        target = Path(flags.PROJECT_DIR) / (flags.TARGET_PATH or "target")
         spools = target / "llm" / "spool"
         remove_abandoned(spools)
         run = Run(run_id, request["node_id"], request["invocation_id"], target, spools / run_id)
@@ -96,6 +97,7 @@ class Plugin(BasePlugin):  # type: ignore[misc]
             mode=_mode(request["mode"]),
             refresh=_is_true(request["refresh"]),
             limit=_limit(request["limit"]),
+            max_error_ratio=self._config.max_error_ratio,
             cancelled=cancelled,
         )
         cursor = _thread_cursor()
@@ -148,7 +150,8 @@ def _missing_outside(rows: int) -> None:
         f"An LLM function met {rows:,} prompt(s) without a stored answer where none can be asked.\n"
         "In a model, this means that dbt_project.yml lacks the block that lets dbt-llm build "
         f"tables; add it, with your project's name:\n\n{block}\n\n"
-        "In a data test or a hook, run the model that asks these prompts first."
+        "In a data test or a hook, run the model that asks these prompts first. In a unit test, "
+        "or in a Python model, LLM functions only find what is stored already."
     )
 
 
@@ -195,7 +198,8 @@ def _check_version(package_version: str) -> None:
 
 def _mode(value: Any) -> Mode:
     try:
-        return Mode(str(value))
+        # In YAML, llm_mode: null is no text but nothing.
+        return Mode.NULL if value is None else Mode(str(value))
     except ValueError:
         allowed = ", ".join(mode.value for mode in Mode)
         raise ConfigError(

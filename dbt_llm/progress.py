@@ -10,8 +10,8 @@ from dbt_llm.resolve import Summary
 
 _LOG_AFTER_S = (15.0, 45.0)
 _LOG_EVERY_S = 60.0
-# A rate that was measured for less time than this is no ground for a forecast.
-_FORECAST_AFTER_S = 10.0
+# The longest prompts come first, so an early rate is no ground for a forecast.
+_FORECAST_AFTER_SHARE = 0.25
 _BAR_WIDTH = 20
 # dbt's own lines overwrite the status line; longer than this, its end would stay visible.
 _STATUS_WIDTH = 78
@@ -128,8 +128,8 @@ def _words(result: JobResult) -> str:
     words = f"{result.answered:,}/{result.asked:,}"
     if result.failed:
         words += f", {result.failed:,} failed"
-    if result.answered and elapsed_s >= _FORECAST_AFTER_S:
-        rate = result.answered / elapsed_s
+    if result.answered >= _FORECAST_AFTER_SHARE * result.asked:
+        rate = result.answered / max(elapsed_s, 0.001)
         left_s = (result.asked - result.answered) / rate
         words += f", {_rate(rate)} rows/s, {_duration(left_s)} left"
     return words

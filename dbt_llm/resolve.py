@@ -5,6 +5,7 @@ hand the prompt to the collector and yield NULL. The evaluation that collects no
 result. This module knows DuckDB and the job, and nothing of dbt.
 """
 
+import contextlib
 import re
 import shutil
 import threading
@@ -18,7 +19,13 @@ import duckdb
 from dbt_llm import functions, sql
 from dbt_llm.call import Call
 from dbt_llm.collector import Collector, Mode, Resolution
-from dbt_llm.errors import NotSettledError, StoreError, UnresolvedError
+from dbt_llm.errors import (
+    CallError,
+    NotSettledError,
+    StoreError,
+    TooManyErrorsError,
+    UnresolvedError,
+)
 from dbt_llm.in_flight import InFlight, wait_for
 from dbt_llm.job import JobResult
 from dbt_llm.schema import LASTING_ERRORS
@@ -84,6 +91,8 @@ class Settings:
     """Ask again for what is stored."""
     limit: int | None = None
     """The largest number of requests; the rest stays NULL."""
+    max_error_ratio: float = 1.0
+    """More failed prompts than this share are an error."""
     cancelled: threading.Event = field(default_factory=threading.Event)
     """Set when the user interrupts."""
 
@@ -111,13 +120,16 @@ def resolve(
         cursor.execute(f"set variable {functions.TOKEN_VARIABLE} = {sql.literal(token)}")
         if build.header:
             cursor.execute(build.header)
-        _execute(cursor, f"explain {build.query}", resolution)
+        _explain(cursor, build.query, resolution)
         if not resolution.calls:
             return None
         return _Loop(cursor, build, resolution, store, in_flight, run_jobs, settings).run()
     finally:
         collector.close(token)
         shutil.rmtree(settings.spool_folder, ignore_errors=True)
+        # After an error the transaction is aborted, and then the cursor is not used any more.
+        with contextlib.suppress(duckdb.Error):
+            cursor.execute(f"set variable {functions.TOKEN_VARIABLE} = null")
 
 
 def show_store(cursor: Any, store: Store) -> None:
@@ -153,7 +165,11 @@ def _select_answers(cursor: Any, store: Store, visible: str) -> tuple[Snapshot, 
     relation = store.relation(snapshot, _has_delta_scan(cursor))
     if relation is None:
         return snapshot, None
-    columns = ", ".join(functions.DETAILS)
+    # What a failed row holds is kept in the store, but it is no answer.
+    columns = ", ".join(
+        "case when status = 'ok' then output end as output" if name == "output" else name
+        for name in functions.DETAILS
+    )
     return snapshot, f"select {columns} from {relation} where ({visible})"
 
 
@@ -207,9 +223,9 @@ class _Loop:
             if rounds == most:
                 raise NotSettledError(
                     f"After {most} round(s) of questions the query still needs new answers, so its "
-                    "prompts differ at every evaluation. Look for random(), uuid(), now() or "
-                    "an unordered list or string_agg() in them, and compute such values in an "
-                    "upstream model. The answers so far are stored."
+                    "prompts differ at every evaluation. Look for random(), uuid(), now(), an "
+                    "unordered list() or string_agg(), or a LIMIT without ORDER BY, and compute "
+                    "such values in an upstream model. The answers so far are stored."
                 )
             rounds += self._ask(raw)
         self._finish()
@@ -271,6 +287,7 @@ class _Loop:
         return bool(prepared.files)
 
     def _finish(self) -> None:
+        self._check_failures()
         missing = self._resolution.missing
         if missing and self._settings.mode is Mode.CACHED:
             raise UnresolvedError(
@@ -279,6 +296,42 @@ class _Loop:
                 "at a store that has them."
             )
         self._summary.left_null = len(missing)
+
+    def _check_failures(self) -> None:
+        summary, allowed = self._summary, self._settings.max_error_ratio
+        asked = sum(job.answered for job in summary.jobs)
+        prompts = max(asked, summary.prompts or 0)
+        if summary.failed <= allowed * prompts:
+            return
+        codes: dict[str, int] = {}
+        for job in summary.jobs:
+            for code, rows in job.errors.items():
+                codes[code] = codes.get(code, 0) + rows
+        detail = ", ".join(f"{code}: {rows:,}" for code, rows in sorted(codes.items()))
+        raise TooManyErrorsError(
+            f"{summary.failed:,} of {prompts:,} prompts failed ({detail}), more than "
+            f"max_error_ratio = {allowed:g} allows. All good answers are stored; a rerun asks "
+            "only for failures that may pass. To accept failed rows as NULL, raise "
+            "max_error_ratio in the profile."
+        )
+
+
+def _explain(cursor: Any, query: str, resolution: Resolution) -> None:
+    """Plan a query, which shows its calls and refuses what is wrong with them."""
+    try:
+        _execute(cursor, f"explain {query}", resolution)
+    except duckdb.BinderException as error:
+        if "llm_" not in query:
+            raise
+        raise CallError(f"{error}\n\n{_BINDER_HINT}") from None
+    except duckdb.NotImplementedException as error:
+        raise CallError(f"{error}\n\n{_BINDER_HINT}") from None
+
+
+_BINDER_HINT = """\
+If this is about an LLM function: its options (all but the first argument) must be constants. Its
+prompt must not contain a window function, or an aggregate without a column such as count(*);
+compute these in a CTE or an upstream model, and use the column in the prompt."""
 
 
 def _execute(cursor: Any, statement: str, resolution: Resolution) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from dbt_llm.config import Config, LLMConfig, VllmLLM
-from dbt_llm.errors import TooManyErrorsError
 from dbt_llm.job import JobResult, JobSpec, run_job
 from dbt_llm.parts import Provenance
 from dbt_llm.progress import Progress, failure_lines
@@ -62,15 +61,12 @@ class Runner:
         """Ask for the answers to all files.
 
         Raises:
-            TooManyErrorsError: more than `max_error_ratio` of them failed; all is stored.
             DbtLLMError: see `run_job`.
         """
         by_llm: dict[str, list[RequestFile]] = {}
         for file in files:
             by_llm.setdefault(file.call.llm, []).append(file)
-        results = [self._run_one(llm, own) for llm, own in sorted(by_llm.items())]
-        self._check_errors(results)
-        return results
+        return [self._run_one(llm, own) for llm, own in sorted(by_llm.items())]
 
     def _run_one(self, llm: str, files: list[RequestFile]) -> JobResult:
         spec = self._spec(llm, files)
@@ -117,23 +113,6 @@ class Runner:
             work_folder=str(self._run.spool_folder),
             commit_interval_s=self._config.commit_interval_s,
         )
-
-    def _check_errors(self, results: list[JobResult]) -> None:
-        asked = sum(result.answered for result in results)
-        failed = sum(result.failed for result in results)
-        allowed = self._config.max_error_ratio
-        if asked and failed / asked > allowed:
-            codes: dict[str, int] = {}
-            for result in results:
-                for code, rows in result.errors.items():
-                    codes[code] = codes.get(code, 0) + rows
-            detail = ", ".join(f"{code}: {rows:,}" for code, rows in sorted(codes.items()))
-            raise TooManyErrorsError(
-                f"{failed:,} of {asked:,} new answers failed ({detail}), more than "
-                f"max_error_ratio = {allowed:g} allows. All {asked - failed:,} good answers are "
-                "stored; a rerun asks only for failures that may pass. To accept failed rows as "
-                "NULL, raise max_error_ratio in the profile."
-            )
 
 
 def _engine_settings(entry: LLMConfig) -> dict[str, Any]:

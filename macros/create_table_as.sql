@@ -23,7 +23,7 @@
       'statement': build_sql,
       'undo': 'drop table ' ~ relation.include(database=(not temporary), schema=(not temporary)),
       'header': config.get('sql_header') or '',
-      'mode': 'null' if flags.EMPTY else var('llm_mode', 'generate'),
+      'mode': 'null' if flags.EMPTY else ('cached' if model.resource_type == 'test' else var('llm_mode', 'generate')),
       'refresh': var('llm_refresh', false),
       'limit': var('llm_limit', none),
     } -%}

@@ -34,6 +34,25 @@ def test_option_from_a_column_is_refused(project: Project) -> None:
     assert not project.store.exists()
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "'rows: ' || count(*)",
+        "'sum ' || sum(1)",
+        "row_number() over ()",
+        "lag(i, 1, 0) over (order by i)",
+    ],
+)
+def test_aggregates_and_windows_that_would_see_one_row_are_refused(
+    project: Project, prompt: str
+) -> None:
+    project.model("answers", f"select llm_generate({prompt}) as r from range(5) t(i)")
+    outcome = project.dbt("run")
+    assert outcome.statuses == {"answers": "error"}
+    assert "compute these in a CTE or an upstream model" in outcome.log
+    assert not project.store.exists()
+
+
 def test_prompts_that_never_settle_are_paid_for_once(project: Project) -> None:
     project.model(
         "answers", "select llm_generate(p) as r from (select 'x' || random() as p from range(10))"
@@ -71,6 +90,31 @@ def test_data_test_reads_stored_answers(project: Project) -> None:
     )
     outcome = project.dbt("build")
     assert outcome.statuses == {"answers": "success", "same": "pass"}
+
+
+def test_data_test_that_stores_its_failures_asks_nothing(project: Project) -> None:
+    project.model("posts", "select 'a' as body")
+    project.write(
+        "tests/known.sql",
+        "{{ config(store_failures=true) }} "
+        "select 1 as one from {{ ref('posts') }} where llm_generate(body) = 'x'",
+    )
+    outcome = project.dbt("build")
+    assert outcome.statuses == {"posts": "success", "known": "error"}
+    assert "1 prompt(s) have no stored answer" in outcome.log
+    assert not project.store.exists() or project.generations("count(*)") == [(0,)]
+
+
+def test_post_hook_reads_stored_answers(project: Project) -> None:
+    project.model(
+        "answers",
+        "select llm_generate('a') as r",
+        post_hook="create or replace table hooked as select llm_generate('a') as r",
+    )
+    assert project.dbt("run").success
+    outcome = project.dbt("run")
+    assert outcome.success, outcome.log
+    assert project.query("select r = made_up('a') from hooked") == [(True,)]
 
 
 def test_show_gives_null_for_what_is_missing(project: Project) -> None:

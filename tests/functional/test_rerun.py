@@ -112,10 +112,11 @@ def test_cached_mode_fails_on_a_missing_prompt(posts: Project) -> None:
     assert posts.generations("count(*)") == [(20,)]
 
 
-def test_null_mode_asks_nothing(project: Project) -> None:
+@pytest.mark.parametrize("mode", ["null", None])
+def test_null_mode_asks_nothing(project: Project, mode: str | None) -> None:
     write_posts(project, {1: "a", 2: "b"})
     project.model("answers", MODEL)
-    outcome = project.dbt("run", llm_mode="null")
+    outcome = project.dbt("run", llm_mode=mode)
     assert outcome.summary("answers") == "2 prompts, 0 stored, 0 generated, 2 left NULL"
     assert project.query("select count(*), count(answer) from answers") == [(2, 0)]
 

@@ -154,7 +154,7 @@ def test_details_tell_what_happened(project: Project) -> None:
         "d.completion_tokens, d.cost_usd, length(d.prompt_hash), d.created_at is not null "
         "from answers order by p"
     ) == [
-        ("bad", None, "error", "context_length", "too long", None, 1, None, 1.0, 64, True),
+        ("bad", None, "error", "context_length", "too long", None, 1, None, 0.0, 64, True),
         ("good", made_up("good"), "ok", None, None, "stop", 2, 5, 12.0, 64, True),
     ]
 
@@ -191,10 +191,29 @@ def test_too_many_errors_fail_the_model_and_keep_the_good_answers(project: Proje
     outcome = project.dbt("run")
     assert outcome.statuses == {"answers": "error"}
     assert (
-        "2 of 20 new answers failed (server_error: 2), more than max_error_ratio = 0.05"
-        in outcome.log
+        "2 of 20 prompts failed (server_error: 2), more than max_error_ratio = 0.05" in outcome.log
     )
     assert project.generations("count(*)", "status = 'ok'") == [(18,)]
+
+
+def test_one_failure_among_many_stored_answers_is_no_failure(project: Project) -> None:
+    rule = {"prompt": "p0", "error_code": "timeout"}
+    project.llms = {"default": {"engine": "replay", "rules": [rule]}}
+    project.model("answers", "select llm_generate('p' || i) as r from range(100) t(i)")
+    for expected in ("0 stored, 99 generated, 1 failed", "99 stored, 0 generated, 1 failed"):
+        outcome = project.dbt("run")
+        assert outcome.success, outcome.log
+        assert expected in outcome.summary("answers")
+
+
+def test_what_a_failed_row_holds_is_no_answer(project: Project) -> None:
+    project.config["max_error_ratio"] = 1.0
+    rule = {"contains": "cut", "output": '{"half": ', "error_code": "truncated"}
+    project.llms = {"default": {"engine": "replay", "rules": [rule]}}
+    project.model("answers", "select llm_generate('cut') as r, llm_details('cut').output as o")
+    assert project.dbt("run").success
+    assert project.query("select r, o from answers") == [(None, None)]
+    assert project.generations("output, error_code") == [('{"half": ', "truncated")]
 
 
 def test_two_models_at_a_time_ask_for_a_shared_prompt_once(project: Project) -> None:

@@ -119,11 +119,11 @@ def test_a_cost_is_tokens_times_price_per_million(tmp_path):
     costs = {row["prompt"]: row["cost_usd"] for row in rows(part)}
     assert costs == {
         "a": pytest.approx(0.00027),
-        "b": pytest.approx(0.000075),
+        "b": 0.0,  # Nothing was generated: the request was refused.
         "c": 0.0,
     }
-    assert part.cost_usd == pytest.approx(0.000345)
-    assert (part.prompt_tokens, part.completion_tokens) == (1500, 200)
+    assert part.cost_usd == pytest.approx(0.00027)
+    assert (part.prompt_tokens, part.completion_tokens) == (1000, 200)
 
 
 def test_a_part_describes_itself(tmp_path):
