@@ -8,7 +8,7 @@ DUCKDB2 := $(VENV)/duckdb-2
 .PHONY: demo test test-fast check format bench install weights clean
 
 demo: install weights  ## Run the example project against a real LLM, twice.
-	@PATH="$(abspath $(VENV))/bin:$$PATH" bash scripts/demo.sh
+	@DBT_LLM_VENV="$(VENV)" bash scripts/demo.sh
 
 test: install weights $(DUCKDB2)  ## All tests; the functional ones on DuckDB 1.5 and on 2.0.
 	$(PY) -m pytest tests/unit tests/functional

@@ -279,3 +279,20 @@ def test_view_with_a_call_is_refused_and_others_work(project: Project) -> None:
     assert outcome.statuses == {"fine": "success", "bad": "error", "hashes": "error"}
     assert "calls an LLM function and is a view" in outcome.log
     assert not project.store.exists()
+
+
+def test_four_models_on_four_threads_and_a_view_over_one_are_real_relations(
+    project: Project,
+) -> None:
+    for name in ("one", "two", "three"):
+        project.model(name, f"select i, llm_generate('{name}' || i) as r from range(5) t(i)")
+    project.model("four", "select * from {{ ref('one') }}", materialized="view")
+    outcome = project.dbt("run")
+    assert outcome.success, outcome.log
+    for name, source in (("one", "one"), ("two", "two"), ("three", "three"), ("four", "one")):
+        assert project.query(f"select count(*) from {name} where r = made_up('{source}' || i)") == [
+            (5,)
+        ]
+    assert project.query(
+        "select table_name, table_type from information_schema.tables order by all"
+    ) == [("four", "VIEW"), ("one", "BASE TABLE"), ("three", "BASE TABLE"), ("two", "BASE TABLE")]

@@ -1,0 +1,73 @@
+"""The example project, with the replay engine: built, built again, changed."""
+
+import csv
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import duckdb
+import pytest
+
+from tests.project import ROOT
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    folder = tmp_path / "example_project"
+    ignored = shutil.ignore_patterns(
+        "lake", "weights", "target", "logs", "dbt_packages", "*.duckdb"
+    )
+    shutil.copytree(ROOT / "example_project", folder, ignore=ignored)
+    (folder / "lake").mkdir()
+    (folder / "packages.yml").write_text(f"packages:\n  - local: {ROOT}\n")
+    dbt(folder, "deps")
+    return folder
+
+
+def dbt(folder: Path, *arguments: str) -> str:
+    program = "import sys; from dbt.cli.main import cli; sys.argv[0] = 'dbt'; cli()"
+    target = [] if arguments[0] == "deps" else ["--target", "replay"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments, *target, "--no-use-colors"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def generated(log: str) -> int:
+    return sum(int(found.replace(",", "")) for found in re.findall(r"([\d,]+) generated", log))
+
+
+def test_example_is_built_and_asks_nothing_again(example: Path) -> None:
+    first = dbt(example, "build")
+    assert generated(first) > 250
+    connection = duckdb.connect(str(example / "replay.duckdb"), read_only=True)
+    tickets, summaries = connection.execute(
+        "select (select count(*) from stg_tickets), (select count(*) from ticket_summaries)"
+    ).fetchall()[0]
+    assert tickets == summaries == 220
+    connection.close()
+
+    second = dbt(example, "build")
+    assert "Done. PASS=29 WARN=0 ERROR=0" in second
+    assert generated(second) == 0
+
+    seed = example / "seeds" / "tickets.csv"
+    with seed.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    changed = next(row for row in rows if row["body"] and int(row["rating"] or 5) > 2)
+    changed["body"] = "The left sleeve is longer than the right one."
+    with seed.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    third = dbt(example, "build")
+    # A changed body of a satisfied customer is one new summary; there is no reply to draft.
+    assert generated(third) == 1
