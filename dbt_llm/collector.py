@@ -18,6 +18,9 @@ from dbt_llm.config import LLMConfig
 from dbt_llm.errors import DbtLLMError, UnresolvedError
 from dbt_llm.spool import RawSpool
 
+MAX_SEEN = 1_000_000
+"""Keys that are kept to count a query's distinct prompts; beyond, the number is not known."""
+
 
 class Mode(Enum):
     """What happens to a prompt that has no stored answer (the dbt variable `llm_mode`)."""
@@ -120,6 +123,8 @@ class Collector:
         """Note the keys that a query looks up, for the summary line."""
         resolution = self._resolution(token)
         if resolution is not None:
+            if len(resolution.seen) >= MAX_SEEN:
+                return
             keys = prompt_hashes.drop_null().to_pylist()
             with self._lock:
                 resolution.seen.update(keys)

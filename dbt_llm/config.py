@@ -75,6 +75,9 @@ class _LLM(_Section):
     )
     price: Price = Price()
     replicas: PositiveInt = 1
+    start_timeout_s: PositiveFloat = Field(
+        default=1800.0, description="An engine that needs longer to start is given up."
+    )
     request_timeout_s: PositiveFloat = Field(
         default=600.0, description="A request that takes longer becomes the row error `timeout`."
     )

@@ -200,6 +200,8 @@ class _Pass:
                     f"Interrupted after {self._result.answered:,} of {self._result.asked:,} "
                     "answers; these are stored, and the next run asks only for the rest."
                 )
+            if self._result.generating_since is None:
+                self._check_start(time.monotonic() - started)
             self._flush_when_due()
             self._report_when_due()
         self._flush_all(finish=True)
@@ -218,6 +220,18 @@ class _Pass:
         for replica in self._pool.alive():
             if replica.concurrency is None and id(replica) not in waiting:
                 self._pending[replica.actor.start.remote()] = ("start", replica)
+
+    def _check_start(self, waited_s: float) -> None:
+        import ray
+
+        allowed_s = self._spec.engine["start_timeout_s"]
+        if waited_s > allowed_s:
+            raise EngineError(
+                f"No engine of LLM {self._spec.llm!r} started within start_timeout_s = "
+                f"{allowed_s:g}. Ray has {ray.cluster_resources()} in all and "
+                f"{ray.available_resources()} free; the log is "
+                f"{self._pool.replicas[0].log_path}."
+            )
 
     def _feed(self, unit_rows: int) -> None:
         for replica in self._pool.replicas:

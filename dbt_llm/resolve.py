@@ -18,7 +18,7 @@ import duckdb
 
 from dbt_llm import functions, sql
 from dbt_llm.call import Call
-from dbt_llm.collector import Collector, Mode, Resolution
+from dbt_llm.collector import MAX_SEEN, Collector, Mode, Resolution
 from dbt_llm.errors import (
     CallError,
     NotSettledError,
@@ -244,7 +244,8 @@ class _Loop:
             f"set variable {functions.COUNT_VARIABLE} = {'true' if counting else 'null'}"
         )
         _execute(self._cursor, self._build.statement, self._resolution)
-        self._summary.prompts = len(self._resolution.seen) if counting else None
+        seen = len(self._resolution.seen)
+        self._summary.prompts = seen if counting and seen < MAX_SEEN else None
         raw = self._resolution.spool.take()
         if raw is not None:
             self._cursor.execute(self._build.undo)
@@ -320,11 +321,9 @@ def _explain(cursor: Any, query: str, resolution: Resolution) -> None:
     """Plan a query, which shows its calls and refuses what is wrong with them."""
     try:
         _execute(cursor, f"explain {query}", resolution)
-    except duckdb.BinderException as error:
+    except (duckdb.BinderException, duckdb.NotImplementedException) as error:
         if "llm_" not in query:
             raise
-        raise CallError(f"{error}\n\n{_BINDER_HINT}") from None
-    except duckdb.NotImplementedException as error:
         raise CallError(f"{error}\n\n{_BINDER_HINT}") from None
 
 

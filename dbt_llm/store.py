@@ -4,6 +4,7 @@ Both formats are append-only and keyed by prompt hash. In a Delta store a part c
 names it; in a Parquet store once it lies there, since a part appears whole or not at all.
 """
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -108,6 +109,8 @@ class DeltaStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._table: Any = None
+        # dbt's threads share the store; a table handle shows one version at a time.
+        self._lock = threading.RLock()
 
     def create(self) -> None:
         """Create the table, unless another process was faster."""
@@ -134,17 +137,15 @@ class DeltaStore:
 
     def snapshot(self) -> Snapshot:
         """Return the newest version with its files."""
-        table = self._open()
-        if table is None:
-            return Snapshot(None, (), 0)
-        actions = table.get_add_actions(flatten=True)
+        with self._lock:
+            table = self._open()
+            if table is None:
+                return Snapshot(None, (), 0)
+            version, actions = table.version(), table.get_add_actions(flatten=True)
         rows = actions["num_records"].to_pylist()
-        return Snapshot(
-            table.version(),
-            # Delta keeps paths as relative URLs; file_uris() would leave them escaped.
-            tuple(str(self.folder / unquote(path)) for path in actions["path"].to_pylist()),
-            None if None in rows else sum(rows),
-        )
+        # Delta keeps paths as relative URLs; file_uris() would leave them escaped.
+        files = (str(self.folder / unquote(path)) for path in actions["path"].to_pylist())
+        return Snapshot(version, tuple(files), None if None in rows else sum(rows))
 
     def relation(self, snapshot: Snapshot, delta_scan: bool) -> str | None:
         """Read the version through the extension, or its files without."""
@@ -156,6 +157,10 @@ class DeltaStore:
 
     def commit(self, parts: list[Part]) -> None:
         """Add the parts to the table in one transaction; lost races are tried again."""
+        with self._lock:
+            self._commit(parts)
+
+    def _commit(self, parts: list[Part]) -> None:
         from deltalake.exceptions import CommitFailedError, DeltaError
         from deltalake.transaction import AddAction, CommitProperties
 
@@ -199,10 +204,10 @@ class DeltaStore:
 
     def adopt(self) -> int:
         """Commit the part files that no version names."""
-        table = self._open()
-        if table is None:
+        snapshot = self.snapshot()
+        if snapshot.version is None:
             return 0
-        known = {Path(file).name for file in self.snapshot().files}
+        known = {Path(file).name for file in snapshot.files}
         parts = [
             _read_part(path)
             for path in sorted(self.folder.glob(PART_PATTERN))

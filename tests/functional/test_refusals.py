@@ -165,3 +165,12 @@ def test_engine_that_cannot_start_says_why(project: Project) -> None:
     outcome = project.dbt("run")
     assert outcome.statuses == {"answers": "error"}
     assert "The replay answers no/such/file.jsonl cannot be read: No such file" in outcome.log
+
+
+def test_engine_that_takes_too_long_to_start_is_given_up(project: Project) -> None:
+    project.llms = {"default": {"engine": "replay", "start_timeout_s": 0.001}}
+    project.model("answers", "select llm_generate('a') as r")
+    outcome = project.dbt("run")
+    assert outcome.statuses == {"answers": "error"}
+    assert "No engine of LLM 'default' started within start_timeout_s = 0.001" in outcome.log
+    assert "'CPU':" in outcome.log
