@@ -10,8 +10,9 @@ from dbt_llm.version import __version__
 
 if TYPE_CHECKING:
     from dbt_llm.plugin import Plugin
+    from dbt_llm.python_models import resolve
 
-__all__ = ["Plugin", "__version__"]
+__all__ = ["Plugin", "__version__", "resolve"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +20,8 @@ def __getattr__(name: str) -> Any:
         from dbt_llm.plugin import Plugin
 
         return Plugin
+    if name == "resolve":
+        from dbt_llm.python_models import resolve
+
+        return resolve
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -75,6 +75,13 @@ class _LLM(_Section):
     )
     price: Price = Price()
     replicas: PositiveInt = 1
+    on_long_prompt: Literal["error", "truncate"] = Field(
+        default="error",
+        description="A prompt over the context length fails, or its text loses its end.",
+    )
+    chat_template_options: dict[str, Any] = Field(
+        default={}, description="Variables of the chat template, such as enable_thinking."
+    )
     start_timeout_s: PositiveFloat = Field(
         default=1800.0, description="An engine that needs longer to start is given up."
     )

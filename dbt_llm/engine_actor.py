@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dbt_llm.call import canonical_json
+from dbt_llm.check import OutputCheck
 from dbt_llm.engine import Engine, start_engine
 from dbt_llm.errors import DbtLLMError, EngineError
 from dbt_llm.parts import Part, PartWriter, Provenance
@@ -58,13 +59,14 @@ class EngineActor:
         requests = block.slice(offset, length).cast(REQUESTS)
         provenance = Provenance(**job["provenance"])
         writer = self._writer(job["folder"], call_hash, call, provenance, engine.version)
+        check = OutputCheck(call)
         answered: list[pa.ChunkedArray] = []
 
         def emit(answers: pa.Table) -> None:
             if pc.any(pc.invert(pc.is_in(answers["prompt_hash"], requests["prompt_hash"]))).as_py():
                 raise EngineError("The engine answered a prompt that it was not asked.")
             answered.append(answers["prompt_hash"])
-            writer.add(answers, requests)
+            writer.add(check.apply(answers), requests)
 
         await engine.answer(requests, call, emit)
         missing = _without(requests["prompt_hash"], answered)

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import json
 import random
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -52,13 +53,13 @@ class ReplayEngine:
 
     async def answer(self, requests: pa.Table, call: dict[str, Any], emit: Emit) -> None:
         """Answer every request; all at once where nothing is scripted."""
-        choices = call["output"].get("choices")
+        kind = call["output"]
         hashes = requests["prompt_hash"].to_pylist()
         prompts = requests["prompt"].to_pylist()
         rows = list(zip(hashes, prompts, strict=True))
         self._random.shuffle(rows)
         if not self._scripted:
-            emit(_make_up(rows, choices))
+            emit(_make_up(rows, kind))
             return
 
         async def one(prompt_hash: str, prompt: str) -> None:
@@ -66,7 +67,7 @@ class ReplayEngine:
                 started = time.monotonic()
                 rule = self._rule(prompt)
                 await asyncio.sleep(self._latency_s + (rule.delay_s if rule else 0.0))
-                answer = self._scripted_answer(prompt_hash, prompt, rule, choices)
+                answer = self._scripted_answer(prompt_hash, prompt, rule, kind)
                 emit(answers_table([_with_latency(answer, time.monotonic() - started)]))
 
         await asyncio.gather(*(one(prompt_hash, prompt) for prompt_hash, prompt in rows))
@@ -84,7 +85,7 @@ class ReplayEngine:
         return None
 
     def _scripted_answer(
-        self, prompt_hash: str, prompt: str, rule: ReplayRule | None, choices: list[str] | None
+        self, prompt_hash: str, prompt: str, rule: ReplayRule | None, kind: dict[str, Any]
     ) -> Answer:
         tokens = _tokens(prompt)
         if rule is None and self._otherwise == "error":
@@ -103,34 +104,76 @@ class ReplayEngine:
                 prompt_tokens=tokens,
             )
         output = rule.output if rule is not None and rule.output is not None else None
-        if output is None:
-            output = made_up_answer(prompt, choices)
+        embedding = None
+        if kind["type"] == "embedding":
+            embedding = made_up_embedding(prompt)
+        elif output is None:
+            output = made_up_answer(prompt, kind)
         return Answer(
             prompt_hash,
             output=output,
+            embedding=embedding,
             finish_reason="stop",
             prompt_tokens=tokens,
-            completion_tokens=_tokens(output),
+            completion_tokens=_tokens(output or ""),
         )
 
 
-def made_up_answer(prompt: str, choices: list[str] | None = None) -> str:
-    """Return the answer to a prompt that no rule covers."""
+def made_up_answer(prompt: str, kind: dict[str, Any] | None = None) -> str:
+    """Return the answer to a prompt that no rule covers; `kind` is the call's output."""
     digest = hashlib.sha256(prompt.encode()).hexdigest()
-    if choices:
+    if kind is not None and kind["type"] == "choice":
+        choices: list[str] = kind["choices"]
         return choices[int(digest[:8], 16) % len(choices)]
+    if kind is not None and kind["type"] == "json":
+        return json.dumps(_made_up_value(kind["schema"], digest))
     return f"replay {digest[:12]}"
 
 
-def _make_up(rows: list[tuple[str, str]], choices: list[str] | None) -> pa.Table:
-    outputs = [made_up_answer(prompt, choices) for _, prompt in rows]
+def made_up_embedding(prompt: str) -> list[float]:
+    """Return eight numbers between -1 and 1 that depend on the prompt."""
+    digest = hashlib.sha256(prompt.encode()).digest()
+    return [byte / 127.5 - 1 for byte in digest[:8]]
+
+
+def _made_up_value(schema: dict[str, Any], digest: str) -> Any:
+    if "anyOf" in schema:
+        return _made_up_value(schema["anyOf"][0], digest)
+    if "enum" in schema:
+        return schema["enum"][int(digest[:8], 16) % len(schema["enum"])]
+    kind = schema.get("type", "string")
+    if kind == "object":
+        return {
+            name: _made_up_value(value, hashlib.sha256((digest + name).encode()).hexdigest())
+            for name, value in schema.get("properties", {}).items()
+        }
+    if kind == "array":
+        return [_made_up_value(schema.get("items", {}), digest)]
+    if kind == "integer":
+        return int(digest[:2], 16) // 2
+    if kind == "number":
+        return int(digest[:2], 16) / 4
+    if kind == "boolean":
+        return int(digest[:2], 16) % 2 == 0
+    if "pattern" in schema:
+        return next(text for text in _DATES if re.match(schema["pattern"], text))
+    return f"replay {digest[:12]}"[: schema.get("maxLength")]
+
+
+_DATES = ("2026-01-02", "2026-01-02 03:04:05", "03:04:05")
+
+
+def _make_up(rows: list[tuple[str, str]], kind: dict[str, Any]) -> pa.Table:
+    embeds = kind["type"] == "embedding"
+    outputs = [None if embeds else made_up_answer(prompt, kind) for _, prompt in rows]
     columns: dict[str, Any] = {
         "prompt_hash": [prompt_hash for prompt_hash, _ in rows],
         "output": outputs,
+        "embedding": [made_up_embedding(prompt) if embeds else None for _, prompt in rows],
         "status": pa.repeat("ok", len(rows)),
         "finish_reason": pa.repeat("stop", len(rows)),
         "prompt_tokens": [_tokens(prompt) for _, prompt in rows],
-        "completion_tokens": [_tokens(output) for output in outputs],
+        "completion_tokens": [_tokens(output or "") for output in outputs],
         "latency_s": pa.repeat(0.0, len(rows)),
         "attempts": pa.repeat(pa.scalar(1, pa.int32()), len(rows)),
     }

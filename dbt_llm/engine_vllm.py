@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from dbt_llm.call import user_turn
 from dbt_llm.engine import Emit
 from dbt_llm.errors import CallError, EngineError
 from dbt_llm.schema import Answer, answers_table
@@ -27,6 +28,7 @@ class VllmEngine:
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
         self._timeout_s: float = config["request_timeout_s"]
+        self._pooling = config["engine_args"].get("runner") == "pooling"
         _check_model(config["model"])
         on_cpu = not _has_gpu()
         if on_cpu:
@@ -43,6 +45,8 @@ class VllmEngine:
         arguments = {
             "model": config["model"],
             "disable_log_stats": True,
+            # Otherwise a small model may write spaces between two JSON tokens until max_tokens.
+            "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
             **(_cpu_arguments() if on_cpu else {}),
             **config["engine_args"],
         }
@@ -56,7 +60,7 @@ class VllmEngine:
         self.concurrency = int(sequences * _SLOTS_PER_SEQUENCE) + 1
         self._slots = asyncio.Semaphore(self.concurrency)
         self._tokenizer = self._llm.get_tokenizer()
-        if self._tokenizer.chat_template is None:
+        if not self._pooling and self._tokenizer.chat_template is None:
             raise EngineError(
                 f"The model {config['model']} has no chat template. Give one with "
                 "engine_args: {chat_template: FILE}, or use an instruction-tuned model."
@@ -64,7 +68,14 @@ class VllmEngine:
 
     async def answer(self, requests: pa.Table, call: dict[str, Any], emit: Emit) -> None:
         """Answer every request; vLLM batches them as it likes."""
-        parameters = _sampling_parameters(call)
+        if self._pooling is not (call["output"]["type"] == "embedding"):
+            raise CallError(
+                f"The LLM {self._config['model']} "
+                + ("makes embeddings" if self._pooling else "generates text")
+                + ". llm_embed needs an LLM with engine_args: {runner: pooling, convert: embed}; "
+                "the other functions need one without."
+            )
+        parameters = None if self._pooling else _sampling_parameters(call)
 
         async def one(prompt_hash: str, prompt: str) -> None:
             async with self._slots:
@@ -90,83 +101,112 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         started = time.monotonic()
-        tokens = self._tokenize(prompt, call.get("system"))
-        if len(tokens) >= self._max_model_len:
+        tokens = self._fit(prompt, call)
+        request_id = uuid.uuid4().hex
+
+        def failed(code: str, error: str) -> Answer:
             return Answer(
                 prompt_hash,
-                error_code="context_length",
-                error=f"the prompt has {len(tokens)} tokens with the chat template; "
-                f"max_model_len is {self._max_model_len}",
+                error_code=code,
+                error=error,
                 prompt_tokens=len(tokens),
                 latency_s=time.monotonic() - started,
             )
-        request_id = uuid.uuid4().hex
-        output = None
+
+        if len(tokens) >= self._max_model_len:
+            return failed(
+                "context_length",
+                f"the prompt has {len(tokens)} tokens with the chat template; "
+                f"max_model_len is {self._max_model_len}",
+            )
         try:
             async with asyncio.timeout(self._timeout_s):
-                async for finished in self._llm.generate(
-                    {"prompt_token_ids": tokens}, parameters, request_id=request_id
-                ):
-                    output = finished
+                output = await self._ask(tokens, parameters, request_id)
         except TimeoutError:
             await self._llm.abort(request_id)
-            return Answer(
-                prompt_hash,
-                error_code="timeout",
-                error=f"no answer within request_timeout_s = {self._timeout_s:g}",
-                prompt_tokens=len(tokens),
-                latency_s=time.monotonic() - started,
-            )
+            return failed("timeout", f"no answer within request_timeout_s = {self._timeout_s:g}")
         except EngineDeadError as error:
             raise EngineError("vLLM's engine process died") from error
         except VLLMClientError as error:
             too_long = getattr(error, "parameter", None) == "input_tokens"
+            return failed("context_length" if too_long else "invalid_request", str(error))
+        latency_s = time.monotonic() - started
+        if self._pooling:
             return Answer(
                 prompt_hash,
-                error_code="context_length" if too_long else "invalid_request",
-                error=str(error),
+                embedding=output.outputs.data.tolist(),
                 prompt_tokens=len(tokens),
-                latency_s=time.monotonic() - started,
+                completion_tokens=0,
+                latency_s=latency_s,
             )
-        assert output is not None
-        return _to_answer(prompt_hash, output, call, time.monotonic() - started)
+        return _to_answer(prompt_hash, output, latency_s)
 
-    def _tokenize(self, prompt: str, system: str | None) -> list[int]:
+    async def _ask(self, tokens: list[int], parameters: Any, request_id: str) -> Any:
+        prompt = {"prompt_token_ids": tokens}
+        if self._pooling:
+            from vllm import PoolingParams
+
+            stream = self._llm.encode(prompt, PoolingParams(task="embed"), request_id=request_id)
+        else:
+            stream = self._llm.generate(prompt, parameters, request_id=request_id)
+        output = None
+        async for output in stream:  # noqa: B007
+            pass
+        return output
+
+    def _fit(self, prompt: str, call: dict[str, Any]) -> list[int]:
+        """Return the tokens of a request; where the LLM says so, cut the prompt until they fit.
+
+        Only the prompt loses its end, never the words of the call around it. Room for max_tokens
+        is left.
+        """
+        tokens = self._tokenize(prompt, call)
+        if self._config["on_long_prompt"] != "truncate":
+            return tokens
+        room = self._max_model_len - 1
+        if not self._pooling:
+            room = self._max_model_len - call["sampling"]["max_tokens"]
+        kept = self._tokenizer.encode(prompt, add_special_tokens=False)
+        while len(tokens) > room and kept:
+            kept = kept[: max(0, len(kept) - (len(tokens) - room))]
+            tokens = self._tokenize(self._tokenizer.decode(kept), call)
+        # Where even no prompt at all fits, the whole one fails as too long.
+        return tokens if len(tokens) <= room else self._tokenize(prompt, call)
+
+    def _tokenize(self, prompt: str, call: dict[str, Any]) -> list[int]:
         from jinja2.exceptions import TemplateError
 
-        user = {"role": "user", "content": prompt}
+        if self._pooling:
+            ids: list[int] = self._tokenizer.encode(prompt)
+            return ids
+        system, text = call.get("system"), user_turn(call, prompt)
+        user = {"role": "user", "content": text}
         try:
             messages = [{"role": "system", "content": system}, user] if system else [user]
-            encoded = self._apply_template(messages)
+            return self._apply_template(messages)
         except TemplateError:
             if not system:
                 raise
             # Some templates know no system role; there it leads the user's turn.
-            folded = {"role": "user", "content": f"{system}\n\n{prompt}"}
-            encoded = self._apply_template([folded])
-        return encoded
+            return self._apply_template([{"role": "user", "content": f"{system}\n\n{text}"}])
 
     def _apply_template(self, messages: list[dict[str, str]]) -> list[int]:
         encoded = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True
+            messages,
+            add_generation_prompt=True,
+            tokenize=True,
+            **self._config["chat_template_options"],
         )
         ids: list[int] = encoded["input_ids"] if hasattr(encoded, "keys") else encoded
         return ids
 
 
-def _to_answer(prompt_hash: str, output: Any, call: dict[str, Any], latency_s: float) -> Answer:
+def _to_answer(prompt_hash: str, output: Any, latency_s: float) -> Answer:
     completion = output.outputs[0]
     reason = completion.finish_reason
     error_code = error = None
     if reason in {"error", "abort"}:
         error_code, error = "server_error", f"vLLM ended the request with {reason!r}"
-    elif call["output"]["type"] != "text":
-        if reason == "length":
-            error_code, error = "truncated", "max_tokens was reached before the answer was complete"
-        elif (
-            call["output"]["type"] == "choice" and completion.text not in call["output"]["choices"]
-        ):
-            error_code, error = "invalid_output", "the answer is none of the choices"
     return Answer(
         prompt_hash,
         output=completion.text,
@@ -187,7 +227,14 @@ def _sampling_parameters(call: dict[str, Any]) -> Any:
     extra = sampling.pop("extra", {})
     structured = None
     if call["output"]["type"] == "choice":
-        structured = StructuredOutputsParams(choice=call["output"]["choices"])
+        choices = call["output"]["choices"]
+        # vLLM cannot decode a choice with a line break in it; as JSON it can.
+        broken = any("\n" in choice for choice in choices)
+        structured = (
+            StructuredOutputsParams(json={"enum": choices})
+            if broken
+            else StructuredOutputsParams(choice=choices)
+        )
     elif call["output"]["type"] == "json":
         structured = StructuredOutputsParams(json=call["output"]["schema"])
     try:

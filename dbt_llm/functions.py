@@ -22,6 +22,7 @@ Why the macros look as they do (each was seen to matter, on DuckDB 1.5 and 2.0):
   take their place.
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -32,7 +33,7 @@ GENERATIONS_VIEW = "temp.main.dbt_llm_generations"
 TOKEN_VARIABLE = "dbt_llm_token"
 COUNT_VARIABLE = "dbt_llm_count"
 
-OPTIONS = {
+_SHARED = {
     "model": "'default'",
     "system": "null",
     "max_tokens": "null",
@@ -40,10 +41,9 @@ OPTIONS = {
     "top_p": "null",
     "seed": "null",
     "stop": "null",
-    "choices": "null",
-    "json_schema": "null",
     "extra": "null",
 }
+_GENERATE = {**_SHARED, "choices": "null", "json_schema": "null"}
 
 # What llm_details returns, in this order; all but prompt_hash come from the stored generation.
 DETAILS = {
@@ -59,9 +59,81 @@ DETAILS = {
     "created_at": "TIMESTAMP WITH TIME ZONE",
 }
 
+# The columns of the generations view.
+COLUMNS = {**DETAILS, "embedding": "FLOAT[]"}
+
 # The view before any store exists.
 NO_GENERATIONS = "select {} where false".format(
-    ", ".join(f"null::{type_} as {name}" for name, type_ in DETAILS.items())
+    ", ".join(f"null::{type_} as {name}" for name, type_ in COLUMNS.items())
+)
+
+
+@dataclass(frozen=True)
+class Function:
+    """A public SQL function: its first argument is the prompt, all others are constants."""
+
+    name: str
+    kind: str
+    """The `function` of the call's options (see `call.py`)."""
+    prompt: str
+    """The name of the first parameter."""
+    required: tuple[str, ...]
+    """Options without a default, in their order."""
+    optional: dict[str, str]
+    """Options with the SQL text of their default."""
+    columns: tuple[str, ...] = ()
+    """What is looked up; none where the key alone is the result."""
+    answer: str = ""
+    """The result, where `hit` is the structure of the looked-up columns."""
+
+    @property
+    def options(self) -> list[str]:
+        """The names of all options."""
+        return [*self.required, *self.optional]
+
+
+_HIT = "struct_extract(dbt_llm_s, 'hit')"
+
+FUNCTIONS = (
+    Function("llm_generate", "generate", "prompt", (), _GENERATE, ("output",), f"{_HIT}.output"),
+    Function("llm_details", "generate", "prompt", (), _GENERATE, tuple(DETAILS), _HIT),
+    Function("llm_prompt_hash", "generate", "prompt", (), _GENERATE),
+    Function(
+        "llm_classify",
+        "classify",
+        "text",
+        ("labels",),
+        {"instruction": "null", **_SHARED},
+        ("output",),
+        f"{_HIT}.output",
+    ),
+    Function(
+        "llm_filter",
+        "filter",
+        "text",
+        ("question",),
+        _SHARED,
+        ("output",),
+        f"{_HIT}.output = 'yes'",
+    ),
+    Function(
+        "llm_extract",
+        "extract",
+        "text",
+        ("fields",),
+        {"instruction": "null", **_SHARED},
+        ("output",),
+        f"from_json({_HIT}.output, fields)",
+    ),
+    Function(
+        "llm_embed",
+        "embed",
+        "text",
+        (),
+        {"model": "'default'"},
+        ("embedding",),
+        f"{_HIT}.embedding",
+    ),
 )
 
 
@@ -122,24 +194,24 @@ def register_macros(cursor: Any) -> None:
 
 def macro_statements() -> list[str]:
     """Return the `create macro` statements of all public functions."""
-    parameters = ", ".join(
-        ["prompt", *(f"{name} := {default}" for name, default in OPTIONS.items())]
-    )
     return [
-        f"create or replace temp macro {name}({parameters}) as ({body})"
-        for name, body in (
-            (
-                "llm_generate",
-                _lookup({"output": "VARCHAR"}, "struct_extract(dbt_llm_s, 'hit').output"),
-            ),
-            ("llm_details", _lookup(DETAILS, "struct_extract(dbt_llm_s, 'hit')")),
-            ("llm_prompt_hash", f"select dbt_llm_hash from ({_HASHED})"),
-        )
+        f"create or replace temp macro {function.name}({_parameters(function)}) as "
+        f"({_lookup(function) if function.columns else _key(function)})"
+        for function in FUNCTIONS
     ]
 
 
-def _lookup(columns: dict[str, str], answer: str) -> str:
-    fields = ", ".join(f"{name} := dbt_llm_g.{name}" for name in columns)
+def _parameters(function: Function) -> str:
+    optional = (f"{name} := {default}" for name, default in function.optional.items())
+    return ", ".join([function.prompt, *function.required, *optional])
+
+
+def _key(function: Function) -> str:
+    return f"select dbt_llm_hash from ({_hashed(function)})"
+
+
+def _lookup(function: Function) -> str:
+    fields = ", ".join(f"{name} := dbt_llm_g.{name}" for name in function.columns)
     # The list of one element and the lambda bind the subquery's result to a name. What is in the
     # lambda is an expression of the user's own query, so a CASE around the call guards it. The
     # last branch never holds, since dbt_llm_collect yields NULL; it keeps the optimizer from
@@ -156,34 +228,38 @@ def _lookup(columns: dict[str, str], answer: str) -> str:
                         where dbt_llm_g.prompt_hash = dbt_llm_hash
                     )
                 )
-                from ({_HASHED})
+                from ({_hashed(function)})
             )],
             lambda dbt_llm_s: case
                 when getvariable('{COUNT_VARIABLE}') is not null
                     and dbt_llm_count({_TOKEN}, struct_extract(dbt_llm_s, 'hash')) is null then null
-                when struct_extract(dbt_llm_s, 'hit') is not null then {answer}
+                when {_HIT} is not null then {function.answer}
                 when dbt_llm_collect(
                     {_TOKEN}, struct_extract(dbt_llm_s, 'call_hash'),
                     struct_extract(dbt_llm_s, 'hash'), struct_extract(dbt_llm_s, 'prompt')
-                ) is not null then {answer}
+                ) is not null then {function.answer}
             end
         )[1]"""
 
 
-_TOKEN = f"coalesce(getvariable('{TOKEN_VARIABLE}')::varchar, '')"
-_NAMES = ", ".join(OPTIONS)
-_CONSTANT = f"getvariable(concat('dbt_llm_constant_', model, hash({_NAMES})))::varchar"
-_OPTIONS_JSON = "to_json({" + ", ".join(f"'{name}': {name}" for name in OPTIONS) + "})::varchar"
-_HASHED = f"""
-    select
-        dbt_llm_prompt, dbt_llm_call_hash,
-        sha256(dbt_llm_call_hash || dbt_llm_prompt) as dbt_llm_hash
-    from (
+def _hashed(function: Function) -> str:
+    names = ", ".join(function.options)
+    constant = f"getvariable(concat('dbt_llm_constant_', model, hash({names})))::varchar"
+    pairs = ", ".join(f"'{name}': {name}" for name in function.options)
+    options = f"to_json({{'function': '{function.kind}', {pairs}}})::varchar"
+    return f"""
         select
-            unnest([cast(prompt as varchar)]) as dbt_llm_prompt,
-            dbt_llm_call({_TOKEN}, coalesce({_CONSTANT}, {_OPTIONS_JSON})) as dbt_llm_call_hash
-        where true or (prompt) is null
-    )"""
+            dbt_llm_prompt, dbt_llm_call_hash,
+            sha256(dbt_llm_call_hash || dbt_llm_prompt) as dbt_llm_hash
+        from (
+            select
+                unnest([cast({function.prompt} as varchar)]) as dbt_llm_prompt,
+                dbt_llm_call({_TOKEN}, coalesce({constant}, {options})) as dbt_llm_call_hash
+            where true or ({function.prompt}) is null
+        )"""
+
+
+_TOKEN = f"coalesce(getvariable('{TOKEN_VARIABLE}')::varchar, '')"
 
 
 def _flat(array: pa.Array) -> pa.Array:

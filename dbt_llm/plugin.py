@@ -9,7 +9,6 @@ dbt-duckdb creates one `Plugin` per process and profile. The package's macros re
 
 import sys
 import threading
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,18 +23,16 @@ from dbt.flags import get_flags
 from dbt_common.events.base_types import EventLevel
 from dbt_common.events.functions import fire_event
 from dbt_common.exceptions import DbtRuntimeError
+from dbt_common.invocation import get_invocation_id
 
-from dbt_llm.collector import Collector, Mode
+from dbt_llm import python_models
+from dbt_llm.collector import Mode
 from dbt_llm.config import load_config
-from dbt_llm.delta_extension import load_delta_extension
 from dbt_llm.errors import CallError, ConfigError, DbtLLMError, UnresolvedError
-from dbt_llm.functions import TOKEN_VARIABLE, register_functions, register_macros
-from dbt_llm.in_flight import InFlight
-from dbt_llm.progress import summary_line
-from dbt_llm.resolve import Build, Settings, resolve, show_store
-from dbt_llm.runner import Output, Run, Runner
-from dbt_llm.spool import remove_abandoned
-from dbt_llm.store import open_store
+from dbt_llm.functions import TOKEN_VARIABLE
+from dbt_llm.resolve_loop import Build, Settings, Summary, explain
+from dbt_llm.runner import Output, new_run
+from dbt_llm.session import Session
 from dbt_llm.version import __version__
 
 _DISPATCH_BLOCK = """\
@@ -55,21 +52,18 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         with _as_dbt_error():
             # dbt-duckdb merges the profile's settings into every plugin's config.
             settings = (self.creds.settings if self.creds else None) or {}
-            self._config = load_config(plugin_config, ignore=settings)
-            self._store = open_store(self._config.store)
-        self._collector = Collector(self._config.llms, _missing_outside)
-        self._in_flight = InFlight()
+            config = load_config(plugin_config, ignore=settings)
+            self._session = Session(config, _missing_outside)
+        python_models.serve(self._resolve_python)
 
     def configure_connection(self, conn: Any) -> None:
         """Prepare a DuckDB database."""
-        register_functions(conn, self._collector)
-        load_delta_extension(conn)
+        self._session.prepare_database(conn)
 
     def configure_cursor(self, cursor: Any) -> None:
         """Prepare one connection to it, as dbt opens one per node."""
-        register_macros(cursor)
         with _as_dbt_error():
-            show_store(cursor, self._store)
+            self._session.prepare_cursor(cursor)
 
     def store(self, target_config: TargetConfig) -> None:
         """Do what a macro of the package asks for."""
@@ -84,53 +78,67 @@ class Plugin(BasePlugin):  # type: ignore[misc]
     def _resolve(self, request: dict[str, Any]) -> None:
         header = request["header"]
         statement = request["statement"].replace(header, "", 1) if header else request["statement"]
-        run_id = uuid.uuid4().hex
-        flags = get_flags()
-        target = Path(flags.PROJECT_DIR) / (flags.TARGET_PATH or "target")
-        spools = target / "llm" / "spool"
-        remove_abandoned(spools)
-        run = Run(run_id, request["node_id"], request["invocation_id"], target, spools / run_id)
-        cancelled = threading.Event()
-        settings = Settings(
-            run_id=run_id,
-            spool_folder=run.spool_folder.absolute(),
+        cursor = _thread_cursor()
+        summary = self._build(
+            cursor,
+            Build(request["query"], statement, request["undo"], header),
+            node_id=request["node_id"],
             mode=_mode(request["mode"]),
             refresh=_is_true(request["refresh"]),
             limit=_limit(request["limit"]),
-            max_error_ratio=self._config.max_error_ratio,
-            cancelled=cancelled,
         )
-        cursor = _thread_cursor()
-        runner = Runner(self._config, self._store, run, _output(), cancelled)
-        with _interrupt_sets(cursor, cancelled):
-            summary = resolve(
+        request["statement"] = statement if summary is None else "select 1"
+
+    def _resolve_python(self, cursor: Any, build: Build, options: dict[str, Any]) -> None:
+        variables = get_flags().VARS or {}
+        with _as_dbt_error():
+            summary = self._build(
                 cursor,
-                Build(request["query"], statement, request["undo"], header),
-                self._collector,
-                self._store,
-                self._in_flight,
-                runner,
-                settings,
+                build,
+                node_id=options["node_id"] or "python model",
+                mode=_mode(options["mode"] or variables.get("llm_mode", "generate")),
+                refresh=_is_true(variables.get("llm_refresh", False)),
+                limit=_limit(variables.get("llm_limit")),
             )
         if summary is None:
-            request["statement"] = statement
-            return
-        request["statement"] = "select 1"
-        if not get_flags().EMPTY:
-            _info(summary_line(run.name, summary))
+            cursor.execute(build.statement)
+
+    def _build(
+        self,
+        cursor: Any,
+        build: Build,
+        *,
+        node_id: str,
+        mode: Mode,
+        refresh: bool,
+        limit: int | None,
+    ) -> Summary | None:
+        target = Path(get_adapter_by_type("duckdb").config.project_target_path)
+        run = new_run(node_id, get_invocation_id(), target)
+        cancelled = threading.Event()
+        settings = Settings(
+            run_id=run.run_id,
+            spool_folder=run.spool_folder,
+            mode=mode,
+            refresh=refresh,
+            limit=limit,
+            max_error_ratio=self._session.config.max_error_ratio,
+            cancelled=cancelled,
+        )
+        with _interrupt_sets(cursor, cancelled):
+            return self._session.resolve(cursor, build, run, _output(), settings)
 
     def _check_view(self, request: dict[str, Any]) -> None:
         cursor = _thread_cursor()
-        token, resolution = self._collector.open(Mode.NULL, Path())
+        token, resolution = self._session.collector.open(Mode.NULL, Path())
         try:
             cursor.execute(f"set variable {TOKEN_VARIABLE} = '{token}'")
             if request["header"]:
                 cursor.execute(request["header"])
-            cursor.execute(f"explain {request['query']}").fetchall()
+            explain(cursor, request["query"], resolution)
         finally:
-            self._collector.close(token)
-        if resolution.error is not None:
-            raise resolution.error
+            self._session.collector.close(token)
+        cursor.execute(f"set variable {TOKEN_VARIABLE} = null")
         if resolution.calls:
             raise CallError(
                 f"{request['node_id']} calls an LLM function and is a view. The functions exist "
@@ -226,7 +234,12 @@ def _output() -> Output:
     flags = get_flags()
     text = flags.LOG_FORMAT not in {"json"} and flags.LOG_LEVEL not in {"none"}
     terminal = bool(text and not flags.QUIET and sys.stderr.isatty())
-    return Output(info=_info, warn=_warn, terminal=terminal)
+    # With --empty no model says that it asked nothing.
+    return Output(info=_silent if flags.EMPTY else _info, warn=_warn, terminal=terminal)
+
+
+def _silent(text: str) -> None:
+    pass
 
 
 def _info(text: str) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from dbt_llm.job import JobResult
-from dbt_llm.resolve import Summary
+from dbt_llm.resolve_loop import Summary
 
 _LOG_AFTER_S = (15.0, 45.0)
 _LOG_EVERY_S = 60.0

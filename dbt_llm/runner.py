@@ -3,6 +3,7 @@
 import json
 import subprocess
 import threading
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -33,6 +34,13 @@ class Run:
     def name(self) -> str:
         """The node's name without its project."""
         return self.node_id.split(".")[-1]
+
+
+def new_run(node_id: str, invocation_id: str, target_folder: Path) -> Run:
+    """Return a run with an id of its own."""
+    run_id = uuid.uuid4().hex
+    spool = (target_folder / "llm" / "spool" / run_id).absolute()
+    return Run(run_id, node_id, invocation_id, target_folder, spool)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbt_llm.call import canonical_json, make_call, prompt_hash, sha256_hex
+from dbt_llm.call import canonical_json, make_call, prompt_hash, sha256_hex, user_turn
 from dbt_llm.config import load_config
 from dbt_llm.errors import CallError
+from dbt_llm.fields import fields_schema
 from tests.unit.generations import LLMS, call_of
 
 JSON = st.recursive(
@@ -193,7 +194,10 @@ def test_engine_arguments_that_choose_weights_or_template_are_part_of_the_key():
         ({"system": 5}, "system: Input should be a valid string (got 5)"),
         ({"choices": []}, "choices: is an empty list; give at least one choice (got [])"),
         ({"choices": ["a", None]}, "choices.1: Input should be a valid string (got None)"),
-        ({"choices": ["a", "a"]}, "choices: holds a choice twice (got ['a', 'a'])"),
+        (
+            {"choices": ["a", "a"]},
+            "choices: holds a choice twice, but for case and spaces (got ['a', 'a'])",
+        ),
         ({"json_schema": "{"}, "json_schema: is no valid JSON (got '{')"),
         ({"json_schema": "[]"}, "json_schema: Input should be a valid dictionary (got [])"),
         ({"extra": "5"}, "extra: Input should be a valid dictionary (got 5)"),
@@ -223,7 +227,7 @@ def test_an_unknown_llm_is_refused_with_the_known_ones():
 
 
 def test_choices_and_json_schema_exclude_each_other():
-    with pytest.raises(CallError, match="gives both choices and json_schema; give one"):
+    with pytest.raises(CallError, match="choices and json_schema are both given; give one"):
         call_of(choices=["a"], json_schema={})
 
 
@@ -245,3 +249,211 @@ def test_a_number_that_json_does_not_know_is_refused(name, number):
 def test_json_with_a_number_that_json_does_not_know_is_refused(name, text):
     with pytest.raises(CallError, match=f"{name}: is no valid JSON"):
         call_of(**{name: text})
+
+
+# The typed functions
+
+KINDS = {
+    "classify": {"labels": ["a", "b"]},
+    "filter": {"question": "Is it late?"},
+    "extract": {"fields": {"name": "VARCHAR", "days": "INTEGER[]"}},
+}
+
+
+def typed(kind, **options):
+    return call_of(function=kind, **KINDS.get(kind, {}), **options)
+
+
+# As above: a changed hash would lose every stored answer of every user.
+@pytest.mark.parametrize(
+    ("kind", "call_hash"),
+    [
+        ("classify", "c02780c6fb2f5d3f94e4a01420d0dd62ec23b2cae38d5158b7e9645613b17d8f"),
+        ("filter", "dc93e35867edd855d3ec4a407fc3a16a22e18feae6172c2780240e711afbf6a0"),
+        ("extract", "a3b39fddac220819384462460cf6d0908d0a280175b12c01d6c328f40d433748"),
+        ("embed", "b7c89a87d2bd63f79fcab2f1699f867da95c75dc4f25d61a1b82fc29319410b9"),
+    ],
+)
+def test_the_keys_of_stored_typed_answers_never_change(kind, call_hash):
+    assert typed(kind).call_hash == call_hash
+
+
+def test_llm_generate_is_the_kind_that_need_not_be_named():
+    assert call_of(function="generate", seed=1) == call_of(seed=1)
+
+
+def test_a_classification_is_told_the_instruction_and_the_labels():
+    call = call_of(function="classify", labels=["späte", "x y"], instruction="Which topic?").content
+    assert user_turn(call, "My\ntext") == (
+        "Which topic?\nAnswer with one of these labels: späte, x y\n\nText:\nMy\ntext\n\nLabel:"
+    )
+    assert call["output"] == {"type": "choice", "choices": ["späte", "x y"]}
+    assert user_turn(typed("classify").content, "").startswith("Classify the text.\n")
+
+
+def test_a_filter_is_told_the_question():
+    call = typed("filter").content
+    assert user_turn(call, "My text") == (
+        "Answer the question about the text with yes or no.\n\n"
+        "Question: Is it late?\n\nText:\nMy text\n\nAnswer:"
+    )
+    assert call["output"] == {"type": "choice", "choices": ["yes", "no"]}
+
+
+def test_an_extraction_is_told_the_instruction_and_the_fields():
+    fields = {"größe": "DOUBLE", "home": {"city": "VARCHAR"}}
+    call = call_of(function="extract", fields=fields, instruction="Read the order.").content
+    assert user_turn(call, "My text") == (
+        "Read the order.\nAnswer with a JSON object of these fields and types, with null where the "
+        'text does not say it: {"größe": "DOUBLE", "home": {"city": "VARCHAR"}}\n\n'
+        "Text:\nMy text\n\nJSON:"
+    )
+    assert call["output"] == {"type": "json", "schema": fields_schema(fields)}
+    assert user_turn(typed("extract").content, "").startswith("Extract the fields from the text.\n")
+
+
+def test_a_plain_call_says_nothing_but_the_prompt():
+    assert user_turn(call_of(choices=["a"]).content, "{} My text\n") == "{} My text\n"
+
+
+def test_an_embedding_has_nothing_but_its_model():
+    profile = llms(system="Be brief.", sampling={"temperature": 1})
+    call = make_call('{"function": "embed", "model": "default"}', profile)
+    assert call.content == {"model": "replay", "output": {"type": "embedding"}}
+    assert call.call_hash == typed("embed").call_hash
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_typed_kinds_take_the_shared_options_too(kind):
+    content = typed(kind, system="s", seed=1, max_tokens=9, stop="x", extra={"top_k": 1}).content
+    assert content["system"] == "s"
+    assert content["sampling"] == {
+        "temperature": 0.0,
+        "seed": 1,
+        "max_tokens": 9,
+        "stop": ["x"],
+        "extra": {"top_k": 1},
+    }
+
+
+def test_every_option_of_the_typed_kinds_has_a_hash_of_its_own():
+    calls = [
+        call_of(),
+        call_of(choices=["a", "b"]),
+        call_of(choices=["yes", "no"]),
+        call_of(json_schema=fields_schema({"name": "VARCHAR"})),
+        *(
+            call_of(function="classify", **options)
+            for options in (
+                {"labels": ["a", "b"]},
+                {"labels": ["b", "a"]},
+                {"labels": ["a", "b", "c"]},
+                {"labels": ["a, b"]},
+                {"labels": ["a", "b"], "instruction": "Which?"},
+                {"labels": ["a", "b"], "instruction": ""},
+                {"labels": ["a", "b"], "system": "s"},
+                {"labels": ["a", "b"], "seed": 1},
+                {"labels": ["a", "b"], "model": "other"},
+            )
+        ),
+        call_of(function="filter", question="Late?"),
+        call_of(function="filter", question="late?"),
+        call_of(function="filter", question="Late?", seed=1),
+        *(
+            call_of(function="extract", **options)
+            for options in (
+                {"fields": {"name": "VARCHAR"}},
+                {"fields": {"name": "VARCHAR(40)"}},
+                {"fields": {"name": "INTEGER"}},
+                {"fields": {"name": "BIGINT"}},
+                {"fields": {"named": "VARCHAR"}},
+                {"fields": {"name": "VARCHAR", "days": "INTEGER"}},
+                {"fields": {"days": "INTEGER", "name": "VARCHAR"}},
+                {"fields": {"name": "VARCHAR"}, "instruction": "Read."},
+            )
+        ),
+        call_of(function="embed"),
+        call_of(function="embed", model="other"),
+    ]
+    assert len({call.call_hash for call in calls}) == len(calls)
+
+
+def test_fields_as_text_and_as_an_object_have_one_hash():
+    text = '{ "name": "VARCHAR", "days" : "INTEGER[]" }'
+    assert call_of(function="extract", fields=text) == typed("extract")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "problem"),
+    [
+        ("classify", {}, "labels: Field required (got {'model': 'default'})"),
+        ("classify", {"labels": []}, "labels: is an empty list; give at least one label (got [])"),
+        ("classify", {"labels": "a"}, "labels: Input should be a valid list (got 'a')"),
+        (
+            "classify",
+            {"labels": ["a", None]},
+            "labels.1: Input should be a valid string (got None)",
+        ),
+        ("classify", {"labels": ["a", 1]}, "labels.1: Input should be a valid string (got 1)"),
+        (
+            "classify",
+            {"labels": ["a", "A "]},
+            "labels: holds a label twice, but for case and spaces (got ['a', 'A '])",
+        ),
+        (
+            "classify",
+            {"labels": ["a"], "instruction": 5},
+            "instruction: Input should be a valid string (got 5)",
+        ),
+        (
+            "classify",
+            {"labels": ["a"], "choices": ["a"]},
+            "choices: Extra inputs are not permitted (got ['a'])",
+        ),
+        ("filter", {}, "question: Field required (got {'model': 'default'})"),
+        ("filter", {"question": 5}, "question: Input should be a valid string (got 5)"),
+        (
+            "filter",
+            {"question": "?", "instruction": "x"},
+            "instruction: Extra inputs are not permitted (got 'x')",
+        ),
+        ("extract", {}, "fields: Field required (got {'model': 'default'})"),
+        ("extract", {"fields": "{"}, "fields: is no valid JSON (got '{')"),
+        ("extract", {"fields": "[]"}, "fields: Input should be a valid dictionary (got [])"),
+        (
+            "extract",
+            {"fields": {}},
+            'fields: is no JSON object of fields and types, such as {"name": "VARCHAR"} (got {})',
+        ),
+        ("embed", {"seed": 1}, "seed: Extra inputs are not permitted (got 1)"),
+    ],
+)
+def test_a_wrong_option_of_a_typed_kind_is_refused(kind, options, problem):
+    with pytest.raises(CallError) as raised:
+        call_of(function=kind, **options)
+    assert str(raised.value) == f"A call of an LLM function has a wrong option: {problem}."
+
+
+def test_an_unknown_type_of_a_field_is_refused_with_its_name_and_value():
+    with pytest.raises(CallError) as raised:
+        call_of(function="extract", fields={"a": "BLOB"})
+    assert "wrong option: fields: the type 'BLOB' of 'a' is unknown; use " in str(raised.value)
+    assert str(raised.value).endswith("(got {'a': 'BLOB'}).")
+
+
+@pytest.mark.parametrize("kind", ["generate", *KINDS, "embed"])
+@pytest.mark.parametrize("engine", ["replay", "vllm"])
+def test_what_becomes_of_a_long_prompt_is_part_of_the_key_where_it_is_set(kind, engine):
+    def of(**entry):
+        options = {"function": kind, "model": "default", **KINDS.get(kind, {})}
+        return make_call(json.dumps(options), llms(engine=engine, model="replay", **entry))
+
+    plain = of()
+    assert plain == typed(kind)
+    assert of(on_long_prompt="error", chat_template_options={}) == plain
+    cut = of(on_long_prompt="truncate")
+    assert cut.content["model_args"] == {"on_long_prompt": "truncate"}
+    silent = of(chat_template_options={"enable_thinking": False})
+    assert silent.content["model_args"] == {"chat_template_options": {"enable_thinking": False}}
+    loud = of(chat_template_options={"enable_thinking": True})
+    assert len({call.call_hash for call in (plain, cut, silent, loud)}) == 4

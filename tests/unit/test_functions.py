@@ -1,4 +1,6 @@
 import threading
+from datetime import date, datetime
+from decimal import Decimal
 from typing import Any
 
 import duckdb
@@ -13,15 +15,18 @@ from dbt_llm.call import make_call, prompt_hash
 from dbt_llm.collector import Collector, Mode
 from dbt_llm.errors import CallError, UnresolvedError
 from dbt_llm.functions import (
+    COLUMNS,
     DETAILS,
+    FUNCTIONS,
     NO_GENERATIONS,
-    OPTIONS,
     TOKEN_VARIABLE,
     macro_statements,
     register_functions,
     register_macros,
 )
 from tests.unit.generations import LLMS, call_of, key
+
+OPTIONS = {function.name: function.options for function in FUNCTIONS}
 
 
 class Database:
@@ -60,15 +65,30 @@ class Database:
         return collected(self.resolution)
 
     def keep(self, answers, **options):
-        """Put answers into the store: a dictionary from prompt to output."""
-        rows = [{"prompt_hash": key(p, **options), "output": o} for p, o in answers.items()]
-        kept = pa.Table.from_pylist(rows)
+        """Put answers into the store: a dictionary from prompt to output, or to numbers."""
+        rows = [
+            {
+                "prompt_hash": key(prompt, **options),
+                "output": None if isinstance(answer, list) else answer,
+                "embedding": answer if isinstance(answer, list) else None,
+            }
+            for prompt, answer in answers.items()
+        ]
+        schema = pa.schema(
+            {
+                "prompt_hash": pa.string(),
+                "output": pa.string(),
+                "embedding": pa.list_(pa.float32()),
+            }
+        )
+        kept = pa.Table.from_pylist(rows, schema)
         self.connection.register("kept_rows", kept)
         self.connection.execute("create or replace temp table kept as from kept_rows")
         columns = {
-            **{name: f"null::{type_}" for name, type_ in DETAILS.items()},
+            **{name: f"null::{type_}" for name, type_ in COLUMNS.items()},
             "prompt_hash": "prompt_hash",
             "output": "output",
+            "embedding": "embedding",
             "status": "'ok'",
         }
         select = ", ".join(f"{expression} as {name}" for name, expression in columns.items())
@@ -141,7 +161,7 @@ def test_sql_and_python_hash_special_texts_alike(shared, prompt):
 
 
 @given(
-    choices=st.lists(st.text(), min_size=1, unique=True),
+    choices=st.lists(st.text(), min_size=1, unique_by=lambda c: c.strip().casefold()),
     temperature=st.floats(0, 2),
     seed=st.integers(-(2**63), 2**63 - 1),
 )
@@ -167,14 +187,14 @@ def test_sql_and_python_hash_options_alike(shared, choices, temperature, seed):
     ],
 )
 def test_every_option_changes_the_hash(shared, option):
-    assert option.split(" ")[0] in OPTIONS
+    assert option.split(" ")[0] in OPTIONS["llm_prompt_hash"]
     assert shared.value(f"select llm_prompt_hash('p', {option})") != key("p")
 
 
 def test_every_option_of_the_functions_is_an_option_of_a_call(shared):
     given_all = {"system": "s", "max_tokens": 1, "temperature": 1, "top_p": 1, "seed": 1}
     given_all |= {"stop": ["a"], "json_schema": {}, "extra": {}, "model": "other"}
-    assert set(given_all) | {"choices"} == set(OPTIONS)
+    assert set(given_all) | {"choices"} == set(OPTIONS["llm_generate"])
     arguments = ", ".join(f"{name} := ?" for name in given_all if isinstance(name, str))
     values = ["{}" if value == {} else value for value in given_all.values()]
     assert shared.value(f"select llm_prompt_hash('p', {arguments})", values) == (
@@ -435,7 +455,7 @@ def test_many_rows_are_asked_from_all_threads(database):
 @pytest.mark.parametrize(
     "name",
     [
-        *OPTIONS,
+        *sorted({option for options in OPTIONS.values() for option in options}),
         *("prompt", "output", "prompt_hash", "status", "hit", "call_hash", "temp", "main"),
         *("dbt_llm_prompt", "dbt_llm_call_hash", "dbt_llm_hash", "dbt_llm_hit", "dbt_llm_g"),
         *("dbt_llm_s", "dbt_llm_generations", "dbt_llm_token"),
@@ -467,8 +487,14 @@ def test_a_users_table_named_like_the_view_is_another_table(database):
 # Options
 
 
-@pytest.mark.parametrize("option", list(OPTIONS))
-@pytest.mark.parametrize("function", ["llm_generate", "llm_details", "llm_prompt_hash"])
+@pytest.mark.parametrize(
+    ("function", "option"),
+    [
+        (name, option)
+        for name in ("llm_generate", "llm_details", "llm_prompt_hash")
+        for option in OPTIONS[name]
+    ],
+)
 def test_an_option_that_is_a_column_is_refused(database, function, option):
     query = f"select {function}(prompt, {option} := o.o) from t, (select 'default' as o) as o"
     with pytest.raises(duckdb.Error, match="constant"):
@@ -607,7 +633,15 @@ def test_registering_again_replaces_the_collector(tmp_path):
 
 def test_every_public_function_has_one_macro():
     names = [statement.split("temp macro ")[1].split("(")[0] for statement in macro_statements()]
-    assert names == ["llm_generate", "llm_details", "llm_prompt_hash"]
+    assert names == [
+        "llm_generate",
+        "llm_details",
+        "llm_prompt_hash",
+        "llm_classify",
+        "llm_filter",
+        "llm_extract",
+        "llm_embed",
+    ]
 
 
 def test_the_macro_knows_the_options_of_make_call(shared):
@@ -616,3 +650,280 @@ def test_the_macro_knows_the_options_of_make_call(shared):
         prompt_hash(call.call_hash, "p")
     )
     assert call == call_of(seed=3)
+
+
+# The typed functions
+
+FIELDS = """{"name": "VARCHAR", "ages": "INTEGER[]", "born": ["DATE"],
+    "home": {"city": "VARCHAR(40)", "zip": "BIGINT"}, "pets": [{"kind": "VARCHAR", "kg": "DOUBLE"}],
+    "paid": "DECIMAL(9,2)", "at": "TIMESTAMP", "ok": "BOOLEAN"}"""
+CLASSIFY = {"function": "classify", "labels": ["good", "bad"]}
+FILTER = {"function": "filter", "question": "Late?"}
+EXTRACT = {"function": "extract", "fields": FIELDS}
+TYPED = {
+    "llm_classify(TEXT, ['good', 'bad'])": "VARCHAR",
+    "llm_filter(TEXT, 'Late?')": "BOOLEAN",
+    f"llm_extract(TEXT, '{FIELDS}')": (
+        "STRUCT(name VARCHAR, ages INTEGER[], born DATE[], home STRUCT(city VARCHAR, zip BIGINT), "
+        "pets STRUCT(kind VARCHAR, kg DOUBLE)[], paid DECIMAL(9,2), at TIMESTAMP, ok BOOLEAN)"
+    ),
+    "llm_embed(TEXT)": "FLOAT[]",
+}
+
+
+@pytest.mark.parametrize(("call", "type_"), TYPED.items())
+@pytest.mark.parametrize("text", ["'missing'", "null", "null::varchar", "prompt"])
+def test_the_type_of_a_typed_function_does_not_depend_on_its_text(database, call, type_, text):
+    found = database.rows(f"select distinct typeof({call.replace('TEXT', text)}) from t")
+    assert [name.replace('"', "") for (name,) in found] == [type_]
+
+
+@pytest.mark.parametrize("call", TYPED)
+@pytest.mark.parametrize("text", ["null", "null::varchar", "nullif(prompt, prompt)"])
+def test_a_null_text_gives_null_and_is_not_asked(database, call, text):
+    assert database.rows(f"select distinct {call.replace('TEXT', text)} from t") == [(None,)]
+    assert collected(database.resolution) == []
+
+
+@pytest.mark.parametrize("call", TYPED)
+def test_a_typed_function_asks_its_text_and_gives_null_until_it_is_there(database, call):
+    query = f"select i, {call.replace('TEXT', 'nullif(prompt, $$p1$$)')} from t order by i"
+    assert database.rows(query) == [(i, None) for i in range(4)]
+    assert collected(database.resolution) == ["p0", "p2", "p3"]
+    (made,) = database.resolution.calls.values()
+    kind = made.content["output"]["type"]
+    assert kind == {"VARCHAR": "choice", "BOOLEAN": "choice", "FLOAT[]": "embedding"}.get(
+        TYPED[call], "json"
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "options"),
+    [
+        ("llm_classify(prompt, ['good', 'bad'])", CLASSIFY),
+        ("llm_classify(prompt, labels := ['good', 'bad'])", CLASSIFY),
+        (
+            "llm_classify(prompt, ['good', 'bad'], instruction := 'Which?', seed := 1)",
+            {**CLASSIFY, "instruction": "Which?", "seed": 1},
+        ),
+        (
+            "llm_classify(prompt, ['good', 'bad'], system := 's', stop := 'x')",
+            {**CLASSIFY, "system": "s", "stop": "x"},
+        ),
+        ("llm_filter(prompt, 'Late?')", FILTER),
+        (
+            "llm_filter(prompt, question := 'Late?', model := 'other', max_tokens := 3)",
+            {**FILTER, "model": "other", "max_tokens": 3},
+        ),
+        (f"llm_extract(prompt, '{FIELDS}')", EXTRACT),
+        (
+            f"llm_extract(prompt, '{FIELDS}', instruction := 'Read.', temperature := 1)",
+            {**EXTRACT, "instruction": "Read.", "temperature": 1},
+        ),
+        ("llm_embed(prompt)", {"function": "embed"}),
+        ("llm_embed(prompt, model := 'other')", {"function": "embed", "model": "other"}),
+    ],
+)
+def test_the_macro_and_python_agree_on_the_call_and_the_key(database, written, options):
+    database.rows(f"select {written} from t where i = 0")
+    path = database.resolution.spool.take()
+    assert pq.read_table(path)["prompt_hash"].to_pylist() == [key("p0", **options)]
+    assert list(database.resolution.calls.values()) == [call_of(**options)]
+
+
+def test_the_same_text_in_two_functions_is_two_requests(database):
+    calls = ", ".join(call.replace("TEXT", "'same'") for call in TYPED)
+    database.rows(f"select {calls}, llm_generate('same')")
+    path = database.resolution.spool.take()
+    assert len(set(pq.read_table(path)["prompt_hash"].to_pylist())) == len(TYPED) + 1
+
+
+# Stored answers of the typed functions
+
+
+def test_a_stored_label_is_given(database):
+    database.keep({"p0": "good", "p1": "bad", "p2": None}, **CLASSIFY)
+    query = "select llm_classify(prompt, ['good', 'bad']) from t where i < 3 order by i"
+    assert database.rows(query) == [("good",), ("bad",), (None,)]
+    assert collected(database.resolution) == []
+
+
+def test_a_stored_yes_or_no_is_true_or_false(database):
+    database.keep({"p0": "yes", "p1": "no", "p2": None}, **FILTER)
+    query = "select llm_filter(prompt, 'Late?') from t where i < 3 order by i"
+    assert database.rows(query) == [(True,), (False,), (None,)]
+    assert collected(database.resolution) == []
+
+
+def test_a_stored_object_is_a_struct_of_its_types(database):
+    full = """{"name": "Ann", "ages": [3, null], "born": ["2026-01-31"],
+        "home": {"city": "Ulm", "zip": 89073}, "pets": [{"kind": "cat", "kg": 4.5}, {"kind": null}],
+        "paid": 12.345, "at": "2026-01-31 12:30:00", "ok": true}"""
+    empty = """{"name": null, "ages": null, "born": [], "home": {"city": null, "zip": null},
+        "pets": null, "paid": null, "at": null, "ok": null}"""
+    database.keep({"p0": full, "p1": empty, "p2": None}, **EXTRACT)
+    query = f"select llm_extract(prompt, '{FIELDS}') from t where i < 3 order by i"
+    nothing = dict.fromkeys(["name", "ages", "pets", "paid", "at", "ok"])
+    assert database.rows(query) == [
+        (
+            {
+                "name": "Ann",
+                "ages": [3, None],
+                "born": [date(2026, 1, 31)],
+                "home": {"city": "Ulm", "zip": 89073},
+                "pets": [{"kind": "cat", "kg": 4.5}, {"kind": None, "kg": None}],
+                "paid": Decimal("12.35"),
+                "at": datetime(2026, 1, 31, 12, 30),
+                "ok": True,
+            },
+        ),
+        ({**nothing, "born": [], "home": {"city": None, "zip": None}},),
+        (None,),
+    ]
+    fields = f"select (llm_extract(prompt, '{FIELDS}')).home.city from t where i = 0"
+    assert database.rows(fields) == [("Ulm",)]
+    assert collected(database.resolution) == []
+
+
+def test_a_stored_embedding_is_a_list_of_numbers(database):
+    database.keep({"p0": [0.5, -1.0], "p1": [0.5, -1.0], "p2": None}, function="embed")
+    query = "select llm_embed(prompt) from t where i < 3 order by i"
+    assert database.rows(query) == [([0.5, -1.0],), ([0.5, -1.0],), (None,)]
+    similar = "select list_cosine_similarity(llm_embed('p0'), llm_embed('p1'))"
+    assert database.value(similar) == pytest.approx(1.0)
+    assert collected(database.resolution) == []
+
+
+@pytest.mark.parametrize("call", TYPED)
+def test_a_stored_literal_text_is_not_asked(database, call):
+    options = [CLASSIFY, FILTER, EXTRACT, {"function": "embed"}][list(TYPED).index(call)]
+    answer = ["good", "yes", '{"name": "Ann"}', [1.0]][list(TYPED).index(call)]
+    database.keep({"lit": answer}, **options)
+    for source in ("", "from t", "where true"):
+        database.rows(f"select {call.replace('TEXT', '$$lit$$')} {source}")
+    assert collected(database.resolution) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "prompts"),
+    [
+        ("i >= 2 and llm_filter(prompt, 'Late?')", ["p2", "p3"]),
+        ("llm_filter(prompt, 'Late?') and i >= 2", ["p2", "p3"]),
+        ("not llm_filter(prompt, 'Late?') and g = 1", ["p1", "p3"]),
+        ("llm_filter(prompt, 'Late?') and prompt like '%0'", ["p0"]),
+        ("llm_classify(prompt, ['a', 'b']) = 'a' and i = 3", ["p3"]),
+        ('(llm_extract(prompt, \'{"x": "INTEGER"}\')).x > 1 and i = 3', ["p3"]),
+        ("i = 9 and llm_filter(prompt, 'Late?')", []),
+    ],
+)
+def test_a_cheap_predicate_beside_a_call_goes_first(database, where, prompts):
+    assert database.asked(f"select i from t where {where}") == prompts
+
+
+def test_a_filter_keeps_the_rows_that_are_answered_yes(database):
+    database.keep({"p0": "yes", "p1": "no", "p2": "yes", "p3": None}, **FILTER)
+    assert database.rows("select i from t where llm_filter(prompt, 'Late?') order by i") == [
+        (0,),
+        (2,),
+    ]
+    assert database.rows("select i from t where not llm_filter(prompt, 'Late?')") == [(1,)]
+
+
+# Constants of the typed functions
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        ("llm_classify('x', [])", "labels: is an empty list; give at least one label (got [])"),
+        ("llm_classify('x', null)", "labels: Field required"),
+        ("llm_classify('x', 'good')", "labels: Input should be a valid list (got 'good')"),
+        ("llm_classify('x', ['a', null])", "labels.1: Input should be a valid string (got None)"),
+        ("llm_classify('x', ['a', 'A'])", "twice, but for case and spaces (got ['a', 'A'])"),
+        ("llm_classify('x', ['a'], instruction := 5)", "instruction: Input should be a valid str"),
+        ("llm_classify('x', ['a'], model := 'gpt')", "names the model 'gpt', which is not among"),
+        ("llm_filter('x', null)", "question: Field required"),
+        ("llm_filter('x', 5)", "question: Input should be a valid string (got 5)"),
+        ("llm_filter('x', '?', max_tokens := 0)", "max_tokens: Input should be greater than 0"),
+        ("llm_extract('x', null)", "fields: Field required"),
+        ("llm_extract('x', '{\"a\": \"BLOB\"}')", "fields: the type 'BLOB' of 'a' is unknown"),
+        (
+            "llm_extract('x', '{\"a\": [\"INT[4]\"]}')",
+            "fields: the type 'INT[4]' of 'a' is unknown",
+        ),
+        ("llm_embed('x', model := 'gpt')", "names the model 'gpt', which is not among the llms"),
+    ],
+)
+@pytest.mark.parametrize("source", ["", "from t", "from t where i = 9"])
+def test_a_wrong_constant_is_known_once_the_query_is_planned(database, call, problem, source):
+    database.rows(f"explain select {call} {source}")
+    assert isinstance(database.resolution.error, CallError)
+    assert problem in str(database.resolution.error)
+    assert collected(database.resolution) == []
+
+
+# DuckDB's own binder comes first here, since the fields are the type of the result.
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ("", "Malformed JSON"),
+        ("{", "Malformed JSON"),
+        ("{}", "Empty object in JSON structure"),
+        ("[1]", "invalid JSON structure"),
+        ('{"a": "FOO"}', "FOO"),
+        ('{"a": {}}', "Empty object in JSON structure"),
+        ('{"a": "INTEGER(5)"}', "INTEGER"),
+    ],
+)
+def test_fields_that_are_none_are_refused(database, fields, problem):
+    with pytest.raises(duckdb.Error, match=problem):
+        database.rows(f"explain select llm_extract(prompt, '{fields}') from t")
+    assert collected(database.resolution) == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "llm_classify(prompt, [o.o])",
+        "llm_classify(prompt, ['a'], instruction := o.o)",
+        "llm_filter(prompt, o.o)",
+        "llm_filter(prompt, '?', model := o.o)",
+        "llm_extract(prompt, o.o)",
+        'llm_extract(prompt, \'{"a": "VARCHAR"}\', instruction := o.o)',
+        "llm_embed(prompt, model := o.o)",
+    ],
+)
+def test_a_column_in_the_place_of_a_constant_is_refused(database, call):
+    with pytest.raises(duckdb.Error, match="constant"):
+        database.rows(f"select {call} from t, (select 'default' as o) as o")
+    assert collected(database.resolution) == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["llm_classify('x')", "llm_filter('x')", "llm_extract('x')", "llm_embed('x', seed := 1)"],
+)
+def test_a_missing_or_unknown_argument_is_refused(database, call):
+    with pytest.raises(duckdb.BinderException, match=call.partition("(")[0]):
+        database.rows(f"select {call}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("text", "labels", "instruction", "question", "fields", "model", "output", "embedding"),
+        *("dbt_llm_s", "dbt_llm_prompt", "hit"),
+    ],
+)
+def test_a_users_name_means_the_users_column_in_a_typed_function_too(database, name):
+    database.keep({"p1": "good"}, **CLASSIFY)
+    call = "llm_classify({}, ['good', 'bad'])"
+    for query in (
+        f"select {call.format(name)} from (select 'p1' as {name})",
+        f"with {name} as (select 'p1' as p, 'z' as {name}) select {call.format('p')} from {name}",
+    ):
+        assert (query, database.rows(query)) == (query, [("good",)])
+    database.keep({"p1": '{"a": "A"}'}, function="extract", fields='{"a": "VARCHAR"}')
+    query = "select llm_extract({0}, '{{\"a\": \"VARCHAR\"}}') from (select 'p1' as {0})"
+    assert database.rows(query.format(name)) == [({"a": "A"},)]
+    assert collected(database.resolution) == []

@@ -31,12 +31,12 @@ def test_importing_the_package_loads_nothing_heavy():
 
 
 def test_importing_what_a_run_without_questions_needs_loads_no_ray_vllm_delta_or_dbt():
-    code = "import dbt_llm.resolve, dbt_llm.runner, dbt_llm.progress, dbt_llm.delta_extension"
+    code = "import dbt_llm.resolve_loop, dbt_llm.runner, dbt_llm.progress, dbt_llm.delta_extension"
     assert not {"ray", "vllm", "deltalake", "dbt", "torch"} & set(loaded_after(code))
 
 
 def test_the_public_names_are_these():
-    assert dbt_llm.__all__ == ["Plugin", "__version__"]
+    assert dbt_llm.__all__ == ["Plugin", "__version__", "resolve"]
 
 
 def test_the_plugin_comes_on_first_use():

@@ -3,7 +3,7 @@ import pytest
 from dbt_llm.job import JobResult
 from dbt_llm.parts import Part
 from dbt_llm.progress import Progress, failure_lines, summary_line
-from dbt_llm.resolve import Summary
+from dbt_llm.resolve_loop import Summary
 from tests.unit.generations import failing, good, key, write_part
 
 

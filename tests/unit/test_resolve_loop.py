@@ -21,7 +21,7 @@ from dbt_llm.functions import register_functions, register_macros
 from dbt_llm.in_flight import InFlight
 from dbt_llm.job import JobResult
 from dbt_llm.parts import PartWriter
-from dbt_llm.resolve import Build, Settings, resolve, show_store
+from dbt_llm.resolve_loop import Build, Settings, resolve, show_store
 from dbt_llm.schema import LASTING_ERRORS, PASSING_ERRORS, answers_table
 from dbt_llm.store import open_store
 from tests.unit.generations import LLMS, failing, good, key, provenance, write_part
@@ -153,7 +153,7 @@ def test_a_flat_query_settles_in_one_round_and_a_rerun_in_none(warehouse_of_any_
 
 
 def test_a_large_store_is_not_counted(warehouse_of_any_format, monkeypatch):
-    monkeypatch.setattr("dbt_llm.resolve._COUNT_UP_TO_ROWS", 3)
+    monkeypatch.setattr("dbt_llm.resolve_loop._COUNT_UP_TO_ROWS", 3)
     summary, _ = warehouse_of_any_format.build(ALL)
     assert (summary.prompts, summary.generated) == (None, 4)
 
@@ -229,7 +229,7 @@ def test_prompts_that_differ_every_time_are_asked_once_and_then_refused(warehous
 def test_a_recursive_query_that_never_settles_is_refused_after_a_fixed_number(
     warehouse, monkeypatch
 ):
-    monkeypatch.setattr("dbt_llm.resolve._MAX_ROUNDS_OF_RECURSION", 3)
+    monkeypatch.setattr("dbt_llm.resolve_loop._MAX_ROUNDS_OF_RECURSION", 3)
     jobs = warehouse.jobs()
     query = """
         with recursive r as (select 1 as n union all select n + 1 from r where n < 2)
@@ -241,7 +241,7 @@ def test_a_recursive_query_that_never_settles_is_refused_after_a_fixed_number(
 
 # Each further round would be paid for.
 def test_the_word_recursive_in_a_prompt_allows_no_further_round(warehouse, monkeypatch):
-    monkeypatch.setattr("dbt_llm.resolve._MAX_ROUNDS_OF_RECURSION", 3)
+    monkeypatch.setattr("dbt_llm.resolve_loop._MAX_ROUNDS_OF_RECURSION", 3)
     jobs = warehouse.jobs()
     with pytest.raises(NotSettledError):
         warehouse.build("select llm_generate('explain recursive sql ' || random())", jobs)

@@ -120,7 +120,7 @@ def resolve(
         cursor.execute(f"set variable {functions.TOKEN_VARIABLE} = {sql.literal(token)}")
         if build.header:
             cursor.execute(build.header)
-        _explain(cursor, build.query, resolution)
+        explain(cursor, build.query, resolution)
         if not resolution.calls:
             return None
         return _Loop(cursor, build, resolution, store, in_flight, run_jobs, settings).run()
@@ -168,7 +168,7 @@ def _select_answers(cursor: Any, store: Store, visible: str) -> tuple[Snapshot, 
     # What a failed row holds is kept in the store, but it is no answer.
     columns = ", ".join(
         "case when status = 'ok' then output end as output" if name == "output" else name
-        for name in functions.DETAILS
+        for name in functions.COLUMNS
     )
     return snapshot, f"select {columns} from {relation} where ({visible})"
 
@@ -245,7 +245,15 @@ class _Loop:
         )
         _execute(self._cursor, self._build.statement, self._resolution)
         seen = len(self._resolution.seen)
-        self._summary.prompts = seen if counting and seen < MAX_SEEN else None
+        if counting and not seen and self._asked:
+            raise NotSettledError(
+                "The query asked for answers, and evaluated again it has no prompt at all, so its "
+                "input can be read only once. Give it a table instead of a stream, for example "
+                "to_arrow_table() instead of arrow(). The answers are stored."
+            )
+        # A call that depends on another call's answer may be asked first and not needed then.
+        most = max(seen, self._summary.prompts or 0)
+        self._summary.prompts = most if counting and most < MAX_SEEN else None
         raw = self._resolution.spool.take()
         if raw is not None:
             self._cursor.execute(self._build.undo)
@@ -317,7 +325,7 @@ class _Loop:
         )
 
 
-def _explain(cursor: Any, query: str, resolution: Resolution) -> None:
+def explain(cursor: Any, query: str, resolution: Resolution) -> None:
     """Plan a query, which shows its calls and refuses what is wrong with them."""
     try:
         _execute(cursor, f"explain {query}", resolution)

@@ -1,0 +1,141 @@
+"""Checks what an engine answered against what the call asked for, whatever engine it was.
+
+Reasoning (a `<think>` block) is removed. A choice may come with spaces, quotes, another case or a
+full stop around it; JSON may come in a code fence. What does not fit is an error of the row,
+`truncated` where it was cut, else `invalid_output`; the store keeps what was said.
+"""
+
+import contextlib
+import json
+import re
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dbt_llm.fields import find_misfit
+from dbt_llm.schema import ANSWERS, Answer, answers_table
+
+_AROUND_A_CHOICE = " \t\r\n\"'`*.,;:!"
+_FENCE = re.compile(r"^\s*```[A-Za-z]*\s*\n(.*?)\n?\s*```\s*$", re.DOTALL)
+
+
+class OutputCheck:
+    """The check for one call (its content, as in `call.py`)."""
+
+    def __init__(self, call: dict[str, Any]) -> None:
+        self._output = call["output"]
+        self._validator: Any = None
+        if self._output["type"] == "choice":
+            self._choices = _by_spelling(self._output["choices"])
+        elif self._output["type"] == "json":
+            from jsonschema import Draft202012Validator
+
+            self._validator = Draft202012Validator(self._output["schema"])
+
+    def apply(self, answers: pa.Table) -> pa.Table:
+        """Return the answers (schema `ANSWERS`) with outputs and errors put right."""
+        kind = self._output["type"]
+        if kind == "embedding":
+            return answers
+        if kind == "text" and not _may_reason(answers):
+            return answers
+        return answers_table([self._check(Answer(**_fields(row))) for row in answers.to_pylist()])
+
+    def _check(self, answer: Answer) -> Answer:
+        if answer.error_code is not None or answer.output is None:
+            return answer
+        text = without_reasoning(answer.output)
+        if text is None:
+            return _failed(answer, "truncated", "the answer ended within its reasoning")
+        if self._output["type"] == "choice":
+            return self._check_choice(answer, text)
+        if self._output["type"] == "json":
+            return self._check_json(answer, text)
+        return _with_output(answer, text)
+
+    def _check_choice(self, answer: Answer, text: str) -> Answer:
+        if text.startswith('"') and text.endswith('"'):
+            # Choices with a line break are decoded as JSON strings.
+            with contextlib.suppress(ValueError):
+                text = json.loads(text)
+        for spelling in _spellings(text):
+            if spelling in self._choices:
+                return _with_output(answer, self._choices[spelling])
+        if answer.finish_reason == "length":
+            return _failed(answer, "truncated", "max_tokens was reached before a choice was made")
+        return _failed(answer, "invalid_output", "the answer is none of the choices")
+
+    def _check_json(self, answer: Answer, text: str) -> Answer:
+        fenced = _FENCE.match(text)
+        text = fenced[1] if fenced else text.strip()
+        try:
+            value = json.loads(text, parse_constant=_refuse)
+            # Half of a surrogate pair is JSON, but no text that could be stored.
+            json.dumps(value, ensure_ascii=False).encode()
+            problem = next(self._validator.iter_errors(value), None)
+        except RecursionError:
+            return _failed(answer, "invalid_output", "the answer is nested too deeply")
+        except ValueError as error:
+            if answer.finish_reason == "length":
+                return _failed(
+                    answer, "truncated", "max_tokens was reached before the JSON was complete"
+                )
+            return _failed(answer, "invalid_output", f"the answer is no JSON: {error}")
+        if problem is not None:
+            where = "/".join(map(str, problem.absolute_path)) or "the answer"
+            return _failed(
+                answer, "invalid_output", f"{where} does not fit the schema ({problem.validator})"
+            )
+        misfit = find_misfit(value, self._output["schema"])
+        if misfit is not None:
+            return _failed(answer, "invalid_output", f"{misfit!r} does not fit its type")
+        return _with_output(answer, text)
+
+
+def without_reasoning(text: str) -> str | None:
+    """Return what follows a reasoning block, or None when the block has no end.
+
+    Some chat templates open the block themselves, and then only its end is in the answer.
+    """
+    if "</think>" in text:
+        return text.rpartition("</think>")[2].lstrip()
+    if text.lstrip().startswith("<think>"):
+        return None
+    return text
+
+
+def _spellings(text: str) -> list[str]:
+    """Return a text as it is, then without what often stands around a choice, in one case."""
+    stripped = text.strip().casefold()
+    return [text, stripped, stripped.strip(_AROUND_A_CHOICE)]
+
+
+def _by_spelling(choices: list[str]) -> dict[str, str]:
+    """Return every spelling that stands for one choice alone."""
+    found: dict[str, set[str]] = {}
+    for choice in choices:
+        for spelling in _spellings(choice):
+            found.setdefault(spelling, set()).add(choice)
+    unique = {spelling: next(iter(of)) for spelling, of in found.items() if len(of) == 1}
+    return {**unique, **{choice: choice for choice in choices}}
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON value")
+
+
+def _may_reason(answers: pa.Table) -> bool:
+    return bool(pc.any(pc.match_substring_regex(answers["output"], "</?think>")).as_py())
+
+
+def _fields(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in ANSWERS.names if name != "status"}
+
+
+def _with_output(answer: Answer, output: str) -> Answer:
+    return Answer(**{**answer.__dict__, "output": output})
+
+
+def _failed(answer: Answer, code: str, message: str) -> Answer:
+    return Answer(**{**answer.__dict__, "error_code": code, "error": message})

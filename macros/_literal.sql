@@ -1,0 +1,14 @@
+{# A Jinja value as a SQL literal; a mapping becomes JSON text. #}
+{% macro _literal(value) -%}
+  {%- if value is none -%}
+    null
+  {%- elif value is boolean or value is number -%}
+    {{ value | lower }}
+  {%- elif value is string -%}
+    '{{ value | replace("'", "''") }}'
+  {%- elif value is mapping -%}
+    {{ dbt_llm._literal(tojson(value)) }}
+  {%- else -%}
+    [{% for item in value %}{{ dbt_llm._literal(item) }}{{ ', ' if not loop.last }}{% endfor %}]
+  {%- endif -%}
+{%- endmacro %}
