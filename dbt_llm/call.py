@@ -29,7 +29,9 @@ from dbt_llm.fields import fields_schema
 # the key. All others (memory, parallelism, data types) only change speed or rounding.
 _ANSWER_CHANGING_ENGINE_ARGS = (
     "chat_template",
+    "convert",
     "hf_overrides",
+    "pooler_config",
     "quantization",
     "revision",
     "tokenizer",

@@ -104,9 +104,9 @@ def find_misfit(value: Any, schema: dict[str, Any]) -> Any:
 def _holds(type_: str | None, value: Any) -> bool:
     if type_ in _INTEGERS:
         least, most = _INTEGERS[type_]
-        return least <= value <= most
+        return bool(least <= value <= most)
     if type_ is not None and type_.startswith("DECIMAL "):
-        return abs(value) < 10 ** int(type_.split()[1])
+        return bool(abs(value) < 10 ** int(type_.split()[1]))
     if type_ in _FORMATS:
         try:
             (time if type_ == "TIME" else datetime).fromisoformat(value)

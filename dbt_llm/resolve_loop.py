@@ -10,7 +10,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,8 @@ class Settings:
     """More failed prompts than this share are an error."""
     cancelled: threading.Event = field(default_factory=threading.Event)
     """Set when the user interrupts."""
+    warn: Callable[[str], None] = lambda _: None
+    """Takes what a person should know about the query."""
 
 
 def resolve(
@@ -123,6 +125,7 @@ def resolve(
         explain(cursor, build.query, resolution)
         if not resolution.calls:
             return None
+        build = _ask_after_limit(cursor, build, resolution, settings.warn)
         return _Loop(cursor, build, resolution, store, in_flight, run_jobs, settings).run()
     finally:
         collector.close(token)
@@ -130,6 +133,31 @@ def resolve(
         # After an error the transaction is aborted, and then the cursor is not used any more.
         with contextlib.suppress(duckdb.Error):
             cursor.execute(f"set variable {functions.TOKEN_VARIABLE} = null")
+
+
+def _ask_after_limit(
+    cursor: Any, build: Build, resolution: Resolution, warn: Callable[[str], None]
+) -> Build:
+    """Let a query that cuts rows ask only for those that it keeps (see `limits.py`)."""
+    from dbt_llm.limits import ask_after_limit, same_columns
+
+    query, warnings = ask_after_limit(build.query)
+    call_sites = resolution.call_sites
+    if query != build.query:
+        once = build.statement.count(build.query) == 1
+        if once and same_columns(cursor, build.query, query):
+            statement = build.statement.replace(build.query, query)
+            build = replace(build, query=query, statement=statement)
+        else:
+            warnings = [
+                "a call may be asked for more rows than the query keeps: the query that asks later "
+                "would have other columns. Give each column of the select list a name of its own."
+            ]
+    # Comparing plans the calls once more, and that makes no new ones.
+    resolution.call_sites = call_sites
+    for warning in warnings:
+        warn(warning)
+    return build
 
 
 def show_store(cursor: Any, store: Store) -> None:

@@ -4,6 +4,7 @@ The dbt plugin has one; `dbt_llm.resolve` in a notebook has one per config.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from dbt_llm.collector import Collector
@@ -46,6 +47,7 @@ class Session:
     ) -> Summary | None:
         """Build a table whose query may call LLM functions; see `resolve_loop.resolve`."""
         remove_abandoned(run.spool_folder.parent)
+        settings = replace(settings, warn=lambda text: output.warn(f"llm: {run.name}: {text}"))
         runner = Runner(self.config, self.store, run, output, settings.cancelled)
         summary = resolve(
             cursor, build, self.collector, self.store, self._in_flight, runner, settings
