@@ -7,23 +7,15 @@ no Unicode normalization. `functions.py` computes the prompt hash in SQL; a test
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    PositiveInt,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import ValidationError
 
 from dbt_llm.config import LLMConfig, Sampling, VllmLLM
 from dbt_llm.errors import CallError
-from dbt_llm.fields import fields_schema
+from dbt_llm.options import OPTIONS_OF, EmbedOptions, Options
 
 # Of vLLM's engine arguments these choose the weights or shape the prompt, so they are part of
 # the key. All others (memory, parallelism, data types) only change speed or rounding.
@@ -37,180 +29,6 @@ _ANSWER_CHANGING_ENGINE_ARGS = (
     "tokenizer",
     "tokenizer_revision",
 )
-
-
-class _Options(BaseModel):
-    """The options that all functions share; `None` means not given."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    model: str
-    system: str | None = None
-    max_tokens: PositiveInt | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop: list[str] | None = None
-    extra: dict[str, Any] | None = None
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_or_many(cls, stop: Any) -> Any:
-        return [stop] if isinstance(stop, str) else stop
-
-    @field_validator("stop")
-    @classmethod
-    def _check_stop(cls, stop: list[str] | None) -> list[str] | None:
-        if stop is not None and not stop:
-            raise ValueError("is an empty list; leave it out")
-        return stop
-
-    @field_validator("extra", mode="before")
-    @classmethod
-    def _parse_extra(cls, value: Any) -> Any:
-        return _parse_json(value)
-
-    def wrap(self) -> dict[str, str] | None:
-        """Return what stands before and after a prompt in the user's turn."""
-        return None
-
-    def output(self) -> dict[str, Any]:
-        """Return the kind of answer that is asked for."""
-        return {"type": "text"}
-
-
-class GenerateOptions(_Options):
-    """The options of `llm_generate`, `llm_details` and `llm_prompt_hash`."""
-
-    choices: list[str] | None = None
-    json_schema: dict[str, Any] | None = None
-
-    @field_validator("json_schema", mode="before")
-    @classmethod
-    def _parse_schema(cls, value: Any) -> Any:
-        return _parse_json(value)
-
-    @field_validator("json_schema")
-    @classmethod
-    def _check_schema(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
-        if schema is not None:
-            from jsonschema import Draft202012Validator, SchemaError
-
-            try:
-                Draft202012Validator.check_schema(schema)
-            except SchemaError as error:
-                raise ValueError(f"is no JSON schema: {error.message}") from None
-            _check_references(schema, schema)
-        return schema
-
-    @field_validator("choices")
-    @classmethod
-    def _check_choices(cls, choices: list[str] | None) -> list[str] | None:
-        return None if choices is None else _check_distinct(choices, "choice")
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
-        if self.choices is not None and self.json_schema is not None:
-            raise ValueError("choices and json_schema are both given; give one")
-        return self
-
-    def output(self) -> dict[str, Any]:
-        """Return the kind of answer that is asked for."""
-        if self.choices is not None:
-            return {"type": "choice", "choices": self.choices}
-        if self.json_schema is not None:
-            return {"type": "json", "schema": self.json_schema}
-        return {"type": "text"}
-
-
-class ClassifyOptions(_Options):
-    """The options of `llm_classify`."""
-
-    labels: list[str]
-    instruction: str = "Classify the text."
-
-    @field_validator("labels")
-    @classmethod
-    def _check_labels(cls, labels: list[str]) -> list[str]:
-        return _check_distinct(labels, "label")
-
-    def wrap(self) -> dict[str, str] | None:
-        """Return what stands before and after a prompt in the user's turn."""
-        labels = ", ".join(self.labels)
-        return {
-            "before": f"{self.instruction}\nAnswer with one of these labels: {labels}\n\nText:\n",
-            "after": "\n\nLabel:",
-        }
-
-    def output(self) -> dict[str, Any]:
-        """Return the kind of answer that is asked for."""
-        return {"type": "choice", "choices": self.labels}
-
-
-class FilterOptions(_Options):
-    """The options of `llm_filter`."""
-
-    question: str
-
-    def wrap(self) -> dict[str, str] | None:
-        """Return what stands before and after a prompt in the user's turn."""
-        return {
-            "before": f"Answer the question about the text with yes or no.\n\n"
-            f"Question: {self.question}\n\nText:\n",
-            "after": "\n\nAnswer:",
-        }
-
-    def output(self) -> dict[str, Any]:
-        """Return the kind of answer that is asked for."""
-        return {"type": "choice", "choices": ["yes", "no"]}
-
-
-class ExtractOptions(_Options):
-    """The options of `llm_extract`."""
-
-    fields: dict[str, Any]
-    instruction: str = "Extract the fields from the text."
-
-    @field_validator("fields", mode="before")
-    @classmethod
-    def _parse_fields(cls, value: Any) -> Any:
-        return _parse_json(value)
-
-    @field_validator("fields")
-    @classmethod
-    def _check_fields(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        fields_schema(fields)
-        return fields
-
-    def wrap(self) -> dict[str, str] | None:
-        """Return what stands before and after a prompt in the user's turn."""
-        fields = json.dumps(self.fields, ensure_ascii=False)
-        return {
-            "before": f"{self.instruction}\nAnswer with a JSON object of these fields and types, "
-            f"with null where the text does not say it: {fields}\n\nText:\n",
-            "after": "\n\nJSON:",
-        }
-
-    def output(self) -> dict[str, Any]:
-        """Return the kind of answer that is asked for."""
-        return {"type": "json", "schema": fields_schema(self.fields)}
-
-
-class EmbedOptions(BaseModel):
-    """The options of `llm_embed`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    model: str
-
-
-_OPTIONS: dict[str, type[_Options] | type[EmbedOptions]] = {
-    "generate": GenerateOptions,
-    "classify": ClassifyOptions,
-    "filter": FilterOptions,
-    "extract": ExtractOptions,
-    "embed": EmbedOptions,
-}
 
 
 @dataclass(frozen=True)
@@ -240,7 +58,7 @@ def make_call(options_json: str, llms: Mapping[str, LLMConfig]) -> Call:
         CallError: an option is wrong, or the LLM is not in the profile.
     """
     raw = {key: value for key, value in json.loads(options_json).items() if value is not None}
-    kind = _OPTIONS[raw.pop("function", "generate")]
+    kind = OPTIONS_OF[raw.pop("function", "generate")]
     try:
         options = kind.model_validate(raw)
     except ValidationError as error:
@@ -292,49 +110,6 @@ def _describe(problem: Any) -> str:
     return f"{'.'.join(map(str, problem['loc']))}: {message} (got {problem['input']!r})"
 
 
-def _parse_json(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value, parse_constant=_refuse)
-    except ValueError:
-        raise ValueError("is no valid JSON") from None
-
-
-def _check_references(part: Any, schema: dict[str, Any]) -> None:
-    """Refuse what the check of an answer would only stumble over: bad patterns and references."""
-    if isinstance(part, list):
-        for item in part:
-            _check_references(item, schema)
-    if not isinstance(part, dict):
-        return
-    for key, value in part.items():
-        if key == "pattern" and isinstance(value, str):
-            try:
-                re.compile(value)
-            except re.error as error:
-                raise ValueError(f"has the pattern {value!r}, which is none: {error}") from None
-        if key == "$ref" and isinstance(value, str):
-            target: Any = schema
-            for step in value.removeprefix("#").strip("/").split("/") if value != "#" else []:
-                target = target.get(step) if isinstance(target, dict) else None
-            if not value.startswith("#") or target is None:
-                raise ValueError(f"has the reference {value!r}, which is not within the schema")
-        _check_references(value, schema)
-
-
-def _check_distinct(choices: list[str], noun: str) -> list[str]:
-    if not choices:
-        raise ValueError(f"is an empty list; give at least one {noun}")
-    if len({choice.strip().casefold() for choice in choices}) < len(choices):
-        raise ValueError(f"holds a {noun} twice, but for case and spaces")
-    return choices
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
-
-
 def _answer_changing_args(config: LLMConfig) -> dict[str, Any] | None:
     arguments: dict[str, Any] = {}
     if isinstance(config, VllmLLM):
@@ -347,7 +122,7 @@ def _answer_changing_args(config: LLMConfig) -> dict[str, Any] | None:
     return arguments or None
 
 
-def _sampling(options: _Options, defaults: Sampling) -> dict[str, Any]:
+def _sampling(options: Options, defaults: Sampling) -> dict[str, Any]:
     given = options.model_dump(
         include={"temperature", "max_tokens", "top_p", "seed", "stop", "extra"}, exclude_none=True
     )

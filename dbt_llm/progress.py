@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from dbt_llm.job import JobResult
+from dbt_llm.job_spec import JobResult
 from dbt_llm.resolve_loop import Summary
 
 _LOG_AFTER_S = (15.0, 45.0)

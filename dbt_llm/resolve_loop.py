@@ -27,18 +27,15 @@ from dbt_llm.errors import (
     UnresolvedError,
 )
 from dbt_llm.in_flight import InFlight, wait_for
-from dbt_llm.job import JobResult
-from dbt_llm.schema import LASTING_ERRORS
+from dbt_llm.job_spec import JobResult
+from dbt_llm.lookup import lasting, show_answers
 from dbt_llm.spool import Prepared, RequestFile, prepare_requests
-from dbt_llm.store import Snapshot, Store
+from dbt_llm.store import Store
 
 # Counting the distinct prompts of a query costs a Python call per vector; a store of more rows
 # than this is not worth it only to print a number.
 _COUNT_UP_TO_ROWS = 250_000
 _MAX_ROUNDS_OF_RECURSION = 100
-
-# Of several generations of one key, a good one counts before a failed one, then the newest.
-_BEST_FIRST = "partition by prompt_hash order by status = 'ok' desc, created_at desc"
 
 RunJobs = Callable[[list[RequestFile]], list[JobResult]]
 """Asks for the answers to request files, one job per LLM, and commits them."""
@@ -160,53 +157,6 @@ def _ask_after_limit(
     return build
 
 
-def show_store(cursor: Any, store: Store) -> None:
-    """Point a cursor's generations view at the newest state of the store.
-
-    It shows good rows and errors that last. Nothing is read until the view is used.
-    """
-    _, select = _select_answers(cursor, store, _lasting())
-    if select is not None:
-        select = f"{select} qualify row_number() over ({_BEST_FIRST}) = 1"
-    _create_view(cursor, select)
-
-
-def _show_answers(cursor: Any, store: Store, visible: str) -> Snapshot:
-    """Do the same for a build: with rows that `visible` (a SQL condition) lets through, and fast.
-
-    Grouping a whole store by key would take longer than the lookups, so only the keys that occur
-    more than once are grouped, and as a rule there are none.
-    """
-    snapshot, select = _select_answers(cursor, store, visible)
-    if select is not None:
-        repeats = sql.scalar(
-            cursor, f"select count(*) > count(distinct hash(prompt_hash)) from ({select})"
-        )
-        if repeats:
-            select = _without_repeats(cursor, select)
-    _create_view(cursor, select)
-    return snapshot
-
-
-def _select_answers(cursor: Any, store: Store, visible: str) -> tuple[Snapshot, str | None]:
-    snapshot = store.snapshot()
-    relation = store.relation(snapshot, _has_delta_scan(cursor))
-    if relation is None:
-        return snapshot, None
-    # What a failed row holds is kept in the store, but it is no answer.
-    columns = ", ".join(
-        "case when status = 'ok' then output end as output" if name == "output" else name
-        for name in functions.COLUMNS
-    )
-    return snapshot, f"select {columns} from {relation} where ({visible})"
-
-
-def _create_view(cursor: Any, select: str | None) -> None:
-    cursor.execute(
-        "create or replace temp view dbt_llm_generations as " + (select or functions.NO_GENERATIONS)
-    )
-
-
 class _Loop:
     def __init__(
         self,
@@ -262,8 +212,8 @@ class _Loop:
     def _evaluate(self, refresh: bool) -> Path | None:
         """Build the table; return what was missing, and then the table is gone again."""
         mine = f"run_id = {sql.literal(self._settings.run_id)}"
-        snapshot = _show_answers(
-            self._cursor, self._store, mine if refresh else f"{mine} or {_lasting()}"
+        snapshot = show_answers(
+            self._cursor, self._store, mine if refresh else f"{mine} or {lasting()}"
         )
         counting = snapshot.rows is not None and snapshot.rows <= _COUNT_UP_TO_ROWS
         self._resolution.seen.clear()
@@ -382,28 +332,3 @@ def _execute(cursor: Any, statement: str, resolution: Resolution) -> None:
             raise
     if resolution.error is not None:
         raise resolution.error from None
-
-
-def _lasting() -> str:
-    codes = ", ".join(sql.literal(code) for code in LASTING_ERRORS)
-    return f"status = 'ok' or error_code in ({codes})"
-
-
-def _without_repeats(cursor: Any, select: str) -> str:
-    # Only the few repeated keys are grouped; the others keep a plain scan.
-    cursor.execute(f"""
-        create or replace temp table dbt_llm_repeated as
-        select * from ({select})
-        where prompt_hash in (
-            select prompt_hash from ({select}) group by prompt_hash having count(*) > 1
-        )
-        qualify row_number() over ({_BEST_FIRST}) = 1""")
-    return f"""
-        select * from ({select})
-        where prompt_hash not in (select prompt_hash from temp.main.dbt_llm_repeated)
-        union all by name select * from temp.main.dbt_llm_repeated"""
-
-
-def _has_delta_scan(cursor: Any) -> bool:
-    known = "select count(*) from duckdb_extensions() where extension_name = 'delta' and loaded"
-    return bool(sql.scalar(cursor, known))

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dbt_llm.config import Config, LLMConfig, VllmLLM
-from dbt_llm.job import JobResult, JobSpec, run_job
+from dbt_llm.job import run_job
+from dbt_llm.job_spec import JobResult, JobSpec
 from dbt_llm.parts import Provenance
 from dbt_llm.progress import Progress, failure_lines
 from dbt_llm.spool import RequestFile

@@ -12,8 +12,9 @@ from dbt_llm.config import Config
 from dbt_llm.delta_extension import load_delta_extension
 from dbt_llm.functions import register_functions, register_macros
 from dbt_llm.in_flight import InFlight
+from dbt_llm.lookup import show_store
 from dbt_llm.progress import summary_line
-from dbt_llm.resolve_loop import Build, Settings, Summary, resolve, show_store
+from dbt_llm.resolve_loop import Build, Settings, Summary, resolve
 from dbt_llm.runner import Output, Run, Runner
 from dbt_llm.spool import remove_abandoned
 from dbt_llm.store import open_store

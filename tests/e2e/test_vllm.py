@@ -1,39 +1,18 @@
 """A real LLM: SmolLM2-135M-Instruct through vLLM, Ray and dbt, on the CPU."""
 
-import os
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from tests.project import ROOT, Project
+from tests.e2e.conftest import WEIGHTS
+from tests.project import Project
 
-WEIGHTS = Path(
-    os.environ.get(
-        "DBT_LLM_TEST_WEIGHTS", ROOT / "example_project" / "weights" / "SmolLM2-135M-Instruct"
-    )
-)
-pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(scope="module", autouse=True)
-def weights() -> None:
-    assert (WEIGHTS / "model.safetensors").exists(), (
-        f"no weights in {WEIGHTS}: run `make weights`, or set DBT_LLM_TEST_WEIGHTS"
-    )
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("weights")]
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Project:
-    project = Project(tmp_path / "a project")
-    project.llms = {
-        "default": {
-            "engine": "vllm",
-            "model": str(WEIGHTS),
-            "engine_args": {"max_model_len": 1024},
-            "sampling": {"max_tokens": 16},
-        }
-    }
-    return project
+def project(vllm_project: Callable[[int], Project]) -> Project:
+    return vllm_project(16)
 
 
 def test_answers_come_from_the_model_and_stay(project: Project) -> None:

@@ -1,13 +1,13 @@
 """Typed columns from a real LLM: constrained decoding and embeddings (SmolLM2, vLLM, CPU)."""
 
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.test_vllm import WEIGHTS
+from tests.e2e.conftest import WEIGHTS
 from tests.project import Project
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("weights")]
 
 TICKETS = (
     "'My parcel number ' || i || ' has not arrived after ' || (i % 9 + 2) || ' days. ' || "
@@ -16,17 +16,8 @@ TICKETS = (
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Project:
-    project = Project(tmp_path / "a project")
-    project.llms = {
-        "default": {
-            "engine": "vllm",
-            "model": str(WEIGHTS),
-            "engine_args": {"max_model_len": 1024},
-            "sampling": {"max_tokens": 96},
-        }
-    }
-    return project
+def project(vllm_project: Callable[[int], Project]) -> Project:
+    return vllm_project(96)
 
 
 def test_two_hundred_classifications_are_all_labels(project: Project) -> None:

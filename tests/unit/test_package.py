@@ -83,7 +83,7 @@ def test_every_module_says_its_job_in_its_first_line():
         ("dbt", {"plugin"}),
         ("vllm", {"engine_vllm"}),
         ("deltalake", {"store"}),
-        ("ray", {"job", "pool", "ray_session"}),
+        ("ray", {"job_pass", "pool", "ray_session"}),
     ],
 )
 def test_only_these_modules_import_it(module, users):

@@ -1,6 +1,6 @@
 import pytest
 
-from dbt_llm.job import JobResult
+from dbt_llm.job_spec import JobResult
 from dbt_llm.parts import Part
 from dbt_llm.progress import Progress, failure_lines, summary_line
 from dbt_llm.resolve_loop import Summary

@@ -19,9 +19,10 @@ from dbt_llm.errors import (
 )
 from dbt_llm.functions import register_functions, register_macros
 from dbt_llm.in_flight import InFlight
-from dbt_llm.job import JobResult
+from dbt_llm.job_spec import JobResult
+from dbt_llm.lookup import show_store
 from dbt_llm.parts import PartWriter
-from dbt_llm.resolve_loop import Build, Settings, resolve, show_store
+from dbt_llm.resolve_loop import Build, Settings, resolve
 from dbt_llm.schema import LASTING_ERRORS, PASSING_ERRORS, answers_table
 from dbt_llm.store import open_store
 from tests.unit.generations import LLMS, failing, good, key, provenance, write_part

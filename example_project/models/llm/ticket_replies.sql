@@ -1,6 +1,6 @@
 -- A first draft of a reply for every unhappy customer. The model is incremental: a later run reads the newer tickets
 -- only. `dbt build --full-refresh` rebuilds the table from the stored answers and asks nothing.
--- prompt_hash is the key of the answer in the store, so this table can be joined with dbt_llm.generations().
+-- prompt_hash is the key of the answer in the store, lake/llm/generations, which any Delta reader opens.
 {{ config(materialized='incremental', unique_key='ticket_id') }}
 
 {% set system = 'You are a friendly support agent of an online shop. Write a short reply to the customer.' %}

@@ -1,5 +1,5 @@
 -- One topic per distinct subject, not per ticket: the query groups first, so it needs one answer per group.
--- With `choices` the model can only answer with one of them.
+-- The model can only answer with one of the labels.
 -- The table is a Parquet file that other tools can read.
 {{ config(materialized='external', location='lake/ticket_topics_' ~ target.name ~ '.parquet', format='parquet') }}
 
@@ -16,10 +16,9 @@ with subjects as (
 select
     subject,
     tickets,
-    llm_generate(
-        'Text: ' || subject,
-        system := 'Classify the text as one of: shipping, refund, login, payment, product, website.',
-        choices := ['shipping', 'refund', 'login', 'payment', 'product', 'website'],
-        max_tokens := 6
+    llm_classify(
+        subject,
+        ['shipping', 'refund', 'login', 'payment', 'product', 'website'],
+        instruction := 'What is this message to an online shop about?'
     ) as topic
 from subjects

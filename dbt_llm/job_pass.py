@@ -1,0 +1,243 @@
+"""One pass of a job: feeds units to the engine actors and commits the parts that they write."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dbt_llm.errors import CancelledError, DbtLLMError, EngineError
+from dbt_llm.job_spec import JobResult, JobSpec
+from dbt_llm.parts import Part
+from dbt_llm.pool import Pool, Replica
+from dbt_llm.spool import RequestFile
+from dbt_llm.store import Store
+
+_UNIT_ROWS = (64, 4000)
+_UNITS_PER_REPLICA = 8
+_POLL_S = 0.2
+_FLUSH_TIMEOUT_S = 60.0
+_REPORT_S = 1.0
+
+
+class Pass:
+    """Feeds every unit to the pool once."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        store: Store,
+        pool: Pool,
+        files: list[RequestFile],
+        result: JobResult,
+        cancelled: threading.Event,
+        report: Callable[[JobResult], None],
+    ) -> None:
+        self._spec = spec
+        self._store = store
+        self._pool = pool
+        self._result = result
+        self._cancelled = cancelled
+        self._report = report
+        self._files = files
+        self._units: Iterator[_Unit] = iter(())
+        self._exhausted = False
+        self._job = {"folder": spec.store_folder, "provenance": asdict(spec.provenance)}
+        self._run_id = spec.provenance.run_id
+        # Every reference that the driver waits for: what it is, and whose.
+        self._pending: dict[Any, tuple[str, Replica]] = {}
+        self._last_flush = time.monotonic()
+        self._last_report = 0.0
+
+    def run(self) -> None:
+        """Run the pass to its end; raises as `run_job` does."""
+        import ray
+
+        unit_rows = self._unit_rows()
+        self._units = _units(self._files, unit_rows)
+        started = time.monotonic()
+        # Starting the replicas before the first unit is read lets both happen at once.
+        self._start_new()
+        while True:
+            self._start_new()
+            self._feed(unit_rows)
+            if self._result.generating_since is None and self._under_way():
+                self._result.engine_start_s = time.monotonic() - started
+                self._result.generating_since = time.monotonic()
+            if self._exhausted and not self._under_way():
+                break
+            done, _ = ray.wait(list(self._pending), num_returns=1, timeout=_POLL_S)
+            for reference in done:
+                kind, replica = self._pending.pop(reference)
+                self._settle(kind, replica, reference)
+            if self._cancelled.is_set():
+                self._flush_all()
+                raise CancelledError(
+                    f"Interrupted after {self._result.answered:,} of {self._result.asked:,} "
+                    "answers; these are stored, and the next run asks only for the rest."
+                )
+            if self._result.generating_since is None:
+                self._check_start(time.monotonic() - started)
+            self._flush_when_due()
+            self._report_when_due()
+        self._flush_all(finish=True)
+        since = self._result.generating_since
+        if since is not None:
+            self._result.generating_s = time.monotonic() - since
+        self._report(self._result)
+
+    def _unit_rows(self) -> int:
+        rows = sum(file.rows for file in self._files)
+        smallest, largest = _UNIT_ROWS
+        return max(smallest, min(largest, rows // (self._spec.replicas * _UNITS_PER_REPLICA)))
+
+    def _start_new(self) -> None:
+        waiting = {id(replica) for kind, replica in self._pending.values() if kind == "start"}
+        for replica in self._pool.alive():
+            if replica.concurrency is None and id(replica) not in waiting:
+                self._pending[replica.actor.start.remote()] = ("start", replica)
+
+    def _check_start(self, waited_s: float) -> None:
+        import ray
+
+        allowed_s = self._spec.engine["start_timeout_s"]
+        if waited_s > allowed_s:
+            raise EngineError(
+                f"No engine of LLM {self._spec.llm!r} started within start_timeout_s = "
+                f"{allowed_s:g}. Ray has {ray.cluster_resources()} in all and "
+                f"{ray.available_resources()} free; the log is "
+                f"{self._pool.replicas[0].log_path}."
+            )
+
+    def _feed(self, unit_rows: int) -> None:
+        for replica in self._pool.replicas:
+            if replica.dead or replica.concurrency is None:
+                continue
+            # One unit more than the engine can hold, so it never waits for the driver.
+            wanted = 1 + max(1, -(-replica.concurrency // unit_rows))
+            while not self._exhausted and self._under_way(replica) < wanted:
+                unit = next(self._units, None)
+                if unit is None:
+                    self._exhausted = True
+                    break
+                call = unit.file.call
+                reference = replica.actor.answer.remote(
+                    unit.block, unit.offset, unit.length, call.call_hash, call.content, self._job
+                )
+                self._pending[reference] = ("answer", replica)
+
+    def _under_way(self, replica: Replica | None = None) -> int:
+        return sum(
+            kind == "answer" and replica in {None, owner} for kind, owner in self._pending.values()
+        )
+
+    def _settle(self, kind: str, replica: Replica, reference: Any) -> None:
+        import ray
+        from ray.exceptions import RayActorError, RayTaskError
+
+        try:
+            value = ray.get(reference)
+        except RayActorError as error:
+            self._lose(replica, str(error).splitlines()[0])
+            return
+        except RayTaskError as error:
+            cause = getattr(error, "cause", None)
+            if kind == "answer" and isinstance(cause, EngineError):
+                # The engine within the actor is gone; the actor still has its answers.
+                self._collect_flush(replica)
+                self._lose(replica, str(cause))
+                return
+            if isinstance(cause, DbtLLMError):
+                self._flush_all()
+                raise type(cause)(str(cause)) from None
+            self._flush_all()
+            raise EngineError(
+                f"The engine of LLM {self._spec.llm!r} failed: {cause or error}. "
+                f"Its log is {replica.log_path}."
+            ) from None
+        if kind == "start":
+            replica.concurrency = value["concurrency"]
+        elif kind == "answer":
+            self._pool.deaths = 0
+        else:
+            self._commit([Part(**part) for part in value])
+
+    def _lose(self, replica: Replica, reason: str) -> None:
+        self._result.engine_deaths += 1
+        self._pool.bury(replica, reason)
+        self._pending = {ref: own for ref, own in self._pending.items() if own[1] is not replica}
+
+    def _flush_when_due(self) -> None:
+        if time.monotonic() - self._last_flush < self._spec.commit_interval_s:
+            return
+        self._last_flush = time.monotonic()
+        flushing = {id(replica) for kind, replica in self._pending.values() if kind == "flush"}
+        for replica in self._pool.replicas:
+            if not replica.dead and replica.concurrency and id(replica) not in flushing:
+                self._pending[replica.actor.flush.remote(self._run_id)] = ("flush", replica)
+
+    def _flush_all(self, finish: bool = False) -> None:
+        for reference, (kind, replica) in list(self._pending.items()):
+            if kind == "flush":
+                del self._pending[reference]
+                self._fetch_parts(replica, reference)
+        for replica in list(self._pool.replicas):
+            if not replica.dead and replica.concurrency:
+                self._collect_flush(replica)
+                if finish:
+                    replica.actor.finish.remote(self._run_id)
+
+    def _collect_flush(self, replica: Replica) -> None:
+        self._fetch_parts(replica, replica.actor.flush.remote(self._run_id))
+
+    def _fetch_parts(self, replica: Replica, reference: Any) -> None:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError
+
+        try:
+            parts = ray.get(reference, timeout=_FLUSH_TIMEOUT_S)
+        except (RayActorError, GetTimeoutError) as error:
+            self._lose(replica, str(error).splitlines()[0])
+            return
+        self._commit([Part(**part) for part in parts])
+
+    def _commit(self, parts: list[Part]) -> None:
+        if not parts:
+            return
+        started = time.monotonic()
+        self._store.commit(parts)
+        self._result.parts += parts
+        self._result.committing_s += time.monotonic() - started
+
+    def _report_when_due(self) -> None:
+        if time.monotonic() - self._last_report >= _REPORT_S:
+            self._last_report = time.monotonic()
+            self._report(self._result)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Some requests of one file, as a part of a block in Ray's object store."""
+
+    file: RequestFile
+    block: Any
+    offset: int
+    length: int | None
+    """None: to the block's end."""
+
+
+def _units(files: list[RequestFile], unit_rows: int) -> Iterator[_Unit]:
+    """Yield references to blocks of at most `unit_rows` requests, in the files' order."""
+    import ray.data
+
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    # With Ray 2.60 the second reader takes seconds to begin, the first a fifth of one.
+    context.use_datasource_v2 = False
+    context.execution_options.preserve_order = True
+    for file in files:
+        dataset = ray.data.read_parquet(file.path).repartition(target_num_rows_per_block=unit_rows)
+        for bundle in dataset.iter_internal_ref_bundles():
+            for entry, part in zip(bundle.blocks, bundle.slices, strict=True):
+                offset, length = (part.start_offset, part.num_rows) if part else (0, None)
+                yield _Unit(file, entry.ref, offset, length)
