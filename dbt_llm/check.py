@@ -8,6 +8,7 @@ full stop around it; JSON may come in a code fence. What does not fit is an erro
 import contextlib
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -134,8 +135,8 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_output(answer: Answer, output: str) -> Answer:
-    return Answer(**{**answer.__dict__, "output": output})
+    return replace(answer, output=output)
 
 
 def _failed(answer: Answer, code: str, message: str) -> Answer:
-    return Answer(**{**answer.__dict__, "error_code": code, "error": message})
+    return replace(answer, error_code=code, error=message)

@@ -11,6 +11,7 @@ import json
 import random
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class ReplayEngine:
                 rule = self._rule(prompt)
                 await asyncio.sleep(self._latency_s + (rule.delay_s if rule else 0.0))
                 answer = self._scripted_answer(prompt_hash, prompt, rule, kind)
-                emit(answers_table([_with_latency(answer, time.monotonic() - started)]))
+                emit(answers_table([replace(answer, latency_s=time.monotonic() - started)]))
 
         await asyncio.gather(*(one(prompt_hash, prompt) for prompt_hash, prompt in rows))
 
@@ -185,10 +186,6 @@ def _make_up(rows: list[tuple[str, str]], kind: dict[str, Any]) -> pa.Table:
 
 def _tokens(text: str) -> int:
     return 1 + len(text) // _CHARACTERS_PER_TOKEN
-
-
-def _with_latency(answer: Answer, latency_s: float) -> Answer:
-    return Answer(**{**answer.__dict__, "latency_s": latency_s})
 
 
 def _read_rules(path: Path) -> list[ReplayRule]:

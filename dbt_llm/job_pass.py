@@ -56,8 +56,6 @@ class Pass:
         unit_rows = self._unit_rows()
         self._units = _units(self._files, unit_rows)
         started = time.monotonic()
-        # Starting the replicas before the first unit is read lets both happen at once.
-        self._start_new()
         while True:
             self._start_new()
             self._feed(unit_rows)
