@@ -61,7 +61,9 @@ def test_input_that_can_be_read_once_is_refused(tmp_path: Path) -> None:
     connection.register(
         "posts", pa.RecordBatchReader.from_batches(table.schema, table.to_batches())
     )
-    with pytest.raises(NotSettledError, match="its input can be read only once"):
+    # DuckDB 2.0 refuses the second reading itself; 1.5 reads nothing, and the message is ours.
+    refusals = (NotSettledError, duckdb.InvalidInputException)
+    with pytest.raises(refusals, match="can be read only once"):
         dbt_llm.resolve(connection, "select llm_generate(body) as r from posts", config=config)
 
 
