@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dbt_llm.config import LLMConfig, Sampling, VllmLLM
+from dbt_llm.config import LLMConfig, OpenAILLM, Sampling, VllmLLM
 from dbt_llm.errors import CallError
 from dbt_llm.options import OPTIONS_OF, EmbedOptions, Options
 
@@ -73,6 +73,8 @@ def make_call(options_json: str, llms: Mapping[str, LLMConfig]) -> Call:
     content: dict[str, Any] = {"model": config.model, "model_args": _answer_changing_args(config)}
     if isinstance(options, EmbedOptions):
         content["output"] = {"type": "embedding"}
+        if isinstance(config, OpenAILLM) and config.sampling.extra:
+            content["sampling"] = {"extra": config.sampling.extra}
     else:
         content["system"] = options.system if options.system is not None else config.system
         content["sampling"] = _sampling(options, config.sampling)
@@ -127,7 +129,7 @@ def _sampling(options: Options, defaults: Sampling) -> dict[str, Any]:
         include={"temperature", "max_tokens", "top_p", "seed", "stop", "extra"}, exclude_none=True
     )
     try:
-        merged = Sampling.model_validate({**defaults.model_dump(exclude_none=True), **given})
+        merged = Sampling.model_validate({**defaults.model_dump(), **given})
     except ValidationError as error:
         problem = _describe(error.errors()[0])
         raise CallError(f"A call of an LLM function has a wrong option: {problem}.") from None

@@ -1,7 +1,9 @@
 """The plugin's config in the dbt profile: checked as a whole, all problems reported together."""
 
+import os
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -10,11 +12,16 @@ from pydantic import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
+    SecretStr,
     ValidationError,
     field_validator,
+    model_validator,
 )
 
 from dbt_llm.errors import ConfigError
+
+_SECRET_KEYS = {"api_key", "base_url", "headers", "query", "proxy"}
+_OPENAI = "https://api.openai.com/v1"
 
 
 class _Section(BaseModel):
@@ -41,7 +48,9 @@ class StoreConfig(_Section):
 class Sampling(_Section):
     """How an LLM decodes; every field is part of a prompt's key."""
 
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        default=0.0, description="null sends none: the engine's own default applies."
+    )
     max_tokens: PositiveInt = 512
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: int | None = None
@@ -52,8 +61,9 @@ class Sampling(_Section):
 
     @field_validator("temperature")
     @classmethod
-    def _one_zero(cls, temperature: float) -> float:
-        return temperature + 0.0  # -0.0 is equal to 0.0, but would be another key.
+    def _one_zero(cls, temperature: float | None) -> float | None:
+        # -0.0 is equal to 0.0, but would be another key.
+        return None if temperature is None else temperature + 0.0
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -89,6 +99,10 @@ class _LLM(_Section):
         default=600.0, description="A request that takes longer becomes the row error `timeout`."
     )
 
+    def secrets(self) -> dict[str, Any]:
+        """Return what the engine needs and nobody may see."""
+        return {}
+
 
 class VllmLLM(_LLM):
     """An open-weights model that vLLM runs, on this machine or on the Ray cluster."""
@@ -96,6 +110,91 @@ class VllmLLM(_LLM):
     engine: Literal["vllm"]
     model: str = Field(min_length=1, description="A folder with weights, or a model id.")
     engine_args: dict[str, Any] = Field(default={}, description="Passed to vLLM's AsyncEngineArgs.")
+
+
+class OpenAILLM(_LLM):
+    """A model behind an OpenAI-compatible HTTP API."""
+
+    engine: Literal["openai"]
+    model: str = Field(min_length=1, description="The name that the server knows it by.")
+    base_url: str = Field(default=_OPENAI, description="Up to and with /v1 or its like.")
+    api_key_env: str | None = Field(
+        default=None, description="The environment variable that holds the key."
+    )
+    api_key: SecretStr | None = Field(
+        default=None, description="The key itself; an env_var of dbt, never the text."
+    )
+    headers: dict[str, SecretStr] = Field(default={}, description="Sent with every request.")
+    query: dict[str, SecretStr] = Field(default={}, description="Sent in every address.")
+    max_tokens_parameter: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    structured_outputs: Literal["json_schema", "json_object", "none"] = Field(
+        default="json_schema", description="How the server is told about labels and fields."
+    )
+    requests_per_minute: PositiveFloat | None = None
+    tokens_per_minute: PositiveFloat | None = None
+    max_concurrency: PositiveInt = Field(
+        default=256, description="Requests under way at once, at most; fewer where it is refused."
+    )
+    attempt_timeout_s: PositiveFloat = Field(default=120.0, description="Of one HTTP request.")
+    max_attempts: PositiveInt = Field(
+        default=6, description="Failed ones; those refused for the rate (429) do not count."
+    )
+    max_retry_after_s: PositiveFloat = Field(
+        default=120.0, description="A longer Retry-After is cut to this."
+    )
+    embedding_batch: PositiveInt = Field(default=32, description="Texts per embeddings request.")
+    proxy: SecretStr | None = Field(
+        default=None, description="null: HTTPS_PROXY and NO_PROXY apply."
+    )
+    ca_file: str | None = Field(
+        default=None, description="Certificates to trust. null: SSL_CERT_FILE, or the system's."
+    )
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_plain(cls, base_url: str) -> str:
+        parts = urlsplit(base_url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise ValueError("is no http:// or https:// address")
+        if parts.username or parts.password or parts.query:
+            raise ValueError("holds a user, a password or a query; use api_key, headers and query")
+        return base_url
+
+    @field_validator("on_long_prompt")
+    @classmethod
+    def _cannot_cut(cls, choice: str) -> str:
+        if choice != "error":
+            raise ValueError("needs the model's tokenizer, which only the engine vllm has")
+        return choice
+
+    @model_validator(mode="after")
+    def _one_key(self) -> Self:
+        if self.api_key is not None and self.api_key_env is not None:
+            raise ValueError("has both api_key and api_key_env; give one")
+        return self
+
+    def secrets(self) -> dict[str, Any]:
+        """Return api_key, headers, query and proxy in clear; for the engine alone.
+
+        Raises:
+            ConfigError: the variable named by `api_key_env` is not set.
+        """
+        key = self.api_key.get_secret_value() if self.api_key is not None else None
+        if self.api_key_env is not None:
+            key = os.environ.get(self.api_key_env)
+            if not key:
+                raise ConfigError(
+                    f"The environment variable {self.api_key_env} (api_key_env of the model "
+                    f"{self.model}) is not set. Set it to the key of {self.base_url}."
+                )
+        elif key is None and self.base_url == _OPENAI:
+            key = os.environ.get("OPENAI_API_KEY")
+        return {
+            "api_key": key,
+            "headers": {name: value.get_secret_value() for name, value in self.headers.items()},
+            "query": {name: value.get_secret_value() for name, value in self.query.items()},
+            "proxy": self.proxy.get_secret_value() if self.proxy is not None else None,
+        }
 
 
 class ReplayRule(_Section):
@@ -126,7 +225,7 @@ class ReplayLLM(_LLM):
     concurrency: PositiveInt = Field(default=64, description="Answers under way at once.")
 
 
-LLMConfig = Annotated[VllmLLM | ReplayLLM, Field(discriminator="engine")]
+LLMConfig = Annotated[VllmLLM | OpenAILLM | ReplayLLM, Field(discriminator="engine")]
 
 
 class RayConfig(_Section):
@@ -183,7 +282,7 @@ def load_config(raw: Mapping[str, Any], ignore: Iterable[str] = ()) -> Config:
 def _describe(problem: Any) -> str:
     # pydantic puts the tag of a union member into the location; users do not write that.
     parts = [str(part) for part in problem["loc"]]
-    if len(parts) > 2 and parts[0] == "llms" and parts[2] in {"vllm", "replay"}:
+    if len(parts) > 2 and parts[0] == "llms" and parts[2] in {"vllm", "openai", "replay"}:
         del parts[2]
     key = ".".join(parts) or "config"
     kind = problem["type"]
@@ -195,10 +294,12 @@ def _describe(problem: Any) -> str:
         context = problem["ctx"]
         return f"{key}.engine: {context['tag']!r} is no engine; use {context['expected_tags']}"
     if kind == "union_tag_not_found":
-        return f"{key}.engine: is missing; use 'vllm' or 'replay'"
+        return f"{key}.engine: is missing; use 'vllm', 'openai' or 'replay'"
     message = problem["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
-    # A value under a key that may hold a secret is not repeated in a log.
+    # What may hold a secret is not repeated in a log.
+    if not _SECRET_KEYS.isdisjoint(parts):
+        return f"{key}: {message}"
     if isinstance(problem["input"], str | int | float | bool):
         return f"{key}: {message} (got {problem['input']!r})"
     return f"{key}: {message}"

@@ -25,14 +25,17 @@ class Engine(Protocol):
         Raises:
             EngineError: the engine is dead; what was emitted before stays valid.
             CallError: the engine cannot do what the call asks for.
+            EndpointError: every request would be refused alike.
         """
 
     async def close(self) -> None:
         """Free what the engine holds."""
 
 
-def start_engine(config: dict[str, Any]) -> Engine:
+def start_engine(config: dict[str, Any], secrets: dict[str, Any]) -> Engine:
     """Start the engine of an LLM entry (as plain data); takes as long as loading the weights.
+
+    `secrets` is what the entry's `secrets()` returns.
 
     Raises:
         EngineError: with what is missing or the engine's last words.
@@ -41,6 +44,10 @@ def start_engine(config: dict[str, Any]) -> Engine:
         from dbt_llm.engine_vllm import VllmEngine
 
         return VllmEngine(config)
+    if config["engine"] == "openai":
+        from dbt_llm.engine_openai import OpenAIEngine
+
+        return OpenAIEngine(config, secrets)
     from dbt_llm.engine_replay import ReplayEngine
 
     return ReplayEngine(config)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pyarrow.compute as pc
 from dbt_llm.call import canonical_json
 from dbt_llm.check import OutputCheck
 from dbt_llm.engine import Engine, start_engine
-from dbt_llm.errors import DbtLLMError, EngineError
+from dbt_llm.errors import CancelledError, DbtLLMError, EngineError
 from dbt_llm.parts import Part, PartWriter, Provenance
 from dbt_llm.schema import REQUESTS, Answer, answers_table
 
@@ -30,14 +31,19 @@ class EngineActor:
         self._engine: Engine | None = None
         self._failure: DbtLLMError | None = None
         self._starting = asyncio.Lock()
+        self._secrets: dict[str, Any] = {}
+        self._units: dict[str, set[asyncio.Task[Any]]] = {}
         self._writers: dict[tuple[str, str], PartWriter] = {}
 
-    async def start(self) -> dict[str, Any]:
+    async def start(self, secrets: dict[str, Any]) -> dict[str, Any]:
         """Start the engine, once; return its version, concurrency and process id.
+
+        Secrets come here and not to `__init__`, whose arguments Ray's control service keeps.
 
         Raises:
             EngineError: with the last lines of the engine's log.
         """
+        self._secrets = secrets
         engine = await self._started()
         return {"version": engine.version, "concurrency": engine.concurrency, "pid": os.getpid()}
 
@@ -68,7 +74,7 @@ class EngineActor:
             answered.append(answers["prompt_hash"])
             writer.add(check.apply(answers), requests)
 
-        await engine.answer(requests, call, emit)
+        await self._until_abandoned(provenance.run_id, engine.answer(requests, call, emit))
         missing = _without(requests["prompt_hash"], answered)
         if missing:
             emit(answers_table([_silent(prompt_hash) for prompt_hash in missing]))
@@ -82,10 +88,30 @@ class EngineActor:
             parts += await asyncio.to_thread(writer.flush)
         return [part.as_dict() for part in parts]
 
+    async def abandon(self, run_id: str) -> None:
+        """Stop working on a run's units; answers in the buffer stay there."""
+        units = self._units.get(run_id, set())
+        for unit in units:
+            unit.cancel()
+        await asyncio.gather(*units, return_exceptions=True)
+
     async def finish(self, run_id: str) -> None:
         """Forget a run whose parts have all been fetched."""
         for key in [key for key in self._writers if key[0] == run_id]:
             del self._writers[key]
+        self._units.pop(run_id, None)
+
+    async def _until_abandoned(self, run_id: str, work: Coroutine[Any, Any, None]) -> None:
+        unit = asyncio.ensure_future(work)
+        self._units.setdefault(run_id, set()).add(unit)
+        try:
+            await asyncio.wait([unit])
+        finally:
+            unit.cancel()
+            self._units[run_id].discard(unit)
+        if unit.cancelled():
+            raise CancelledError("The run was abandoned.")
+        unit.result()
 
     async def _started(self) -> Engine:
         async with self._starting:
@@ -94,7 +120,7 @@ class EngineActor:
             if self._engine is None:
                 _redirect_output(self._log_path)
                 try:
-                    self._engine = start_engine(self._config)
+                    self._engine = start_engine(self._config, self._secrets)
                 except DbtLLMError as error:
                     self._failure = error
                     raise

@@ -7,6 +7,7 @@
     ├── NotSettledError      the query asks for new prompts every time it is evaluated
     ├── StoreError           the generation store could not be read or written
     ├── EngineError          an engine did not start, or died and could not be restarted
+    ├── EndpointError        an endpoint refuses every request alike, or is not there
     ├── TooManyErrorsError   more rows failed than `max_error_ratio` allows
     └── CancelledError       the run was interrupted
 
@@ -40,6 +41,10 @@ class StoreError(DbtLLMError):
 
 class EngineError(DbtLLMError):
     """An engine did not start, or it died more often than it may."""
+
+
+class EndpointError(DbtLLMError):
+    """An endpoint refuses every request for the same reason, or cannot be reached."""
 
 
 class TooManyErrorsError(DbtLLMError):

@@ -11,6 +11,7 @@ away are asked again in the next pass, less what was written before it died.
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from dbt_llm.errors import EngineError
 from dbt_llm.job_pass import Pass
@@ -24,20 +25,24 @@ from dbt_llm.store import Store
 
 def run_job(
     spec: JobSpec,
+    secrets: dict[str, Any],
     store: Store,
     cancelled: threading.Event,
     report: Callable[[JobResult], None],
 ) -> JobResult:
     """Run a job to its end; `report` hears of its progress about once a second.
 
+    `secrets` go to the engine's memory and nowhere else; the spec, which is written down, has none.
+
     Raises:
         EngineError: no engine starts, or engines keep dying.
+        EndpointError: an endpoint refuses every request, or is not there.
         CancelledError: `cancelled` was set; what was answered is committed.
         StoreError: a commit failed.
     """
     result = JobResult(asked=spec.rows)
     connect(spec.ray_address)
-    pool = get_pool(spec.engine, spec.replicas, spec.log_folder)
+    pool = get_pool(spec.engine, secrets, spec.replicas, spec.log_folder)
     files = spec.requests
     number = 0
     while files:

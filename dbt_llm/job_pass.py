@@ -1,12 +1,13 @@
 """One pass of a job: feeds units to the engine actors and commits the parts that they write."""
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dbt_llm.errors import CancelledError, DbtLLMError, EngineError
+from dbt_llm.errors import CancelledError, DbtLLMError, EndpointError, EngineError
 from dbt_llm.job_spec import JobResult, JobSpec
 from dbt_llm.parts import Part
 from dbt_llm.pool import Pool, Replica
@@ -17,6 +18,7 @@ _UNIT_ROWS = (64, 4000)
 _UNITS_PER_REPLICA = 8
 _POLL_S = 0.2
 _FLUSH_TIMEOUT_S = 60.0
+_ABANDON_TIMEOUT_S = 3.0
 _REPORT_S = 1.0
 
 
@@ -40,7 +42,7 @@ class Pass:
         self._cancelled = cancelled
         self._report = report
         self._files = files
-        self._units: Iterator[_Unit] = iter(())
+        self._units = _units([], 1)
         self._exhausted = False
         self._job = {"folder": spec.store_folder, "provenance": asdict(spec.provenance)}
         self._run_id = spec.provenance.run_id
@@ -48,9 +50,21 @@ class Pass:
         self._pending: dict[Any, tuple[str, Replica]] = {}
         self._last_flush = time.monotonic()
         self._last_report = 0.0
+        self._refusal: EndpointError | None = None
 
     def run(self) -> None:
         """Run the pass to its end; raises as `run_job` does."""
+        try:
+            self._run()
+        except BaseException:
+            self._stop_asking()
+            self._flush_all(finish=True)
+            raise
+        finally:
+            # Ray Data reads ahead; left to the garbage collector it would end after Ray has.
+            self._units.close()
+
+    def _run(self) -> None:
         import ray
 
         unit_rows = self._unit_rows()
@@ -62,13 +76,14 @@ class Pass:
             if self._result.generating_since is None and self._under_way():
                 self._result.engine_start_s = time.monotonic() - started
                 self._result.generating_since = time.monotonic()
-            if self._exhausted and not self._under_way():
+            if (self._exhausted or self._refusal is not None) and not self._under_way():
                 break
             done, _ = ray.wait(list(self._pending), num_returns=1, timeout=_POLL_S)
             for reference in done:
                 kind, replica = self._pending.pop(reference)
                 self._settle(kind, replica, reference)
             if self._cancelled.is_set():
+                self._stop_asking()
                 self._flush_all()
                 raise CancelledError(
                     f"Interrupted after {self._result.answered:,} of {self._result.asked:,} "
@@ -78,6 +93,8 @@ class Pass:
                 self._check_start(time.monotonic() - started)
             self._flush_when_due()
             self._report_when_due()
+        if self._refusal is not None:
+            raise self._refusal
         self._flush_all(finish=True)
         since = self._result.generating_since
         if since is not None:
@@ -93,7 +110,7 @@ class Pass:
         waiting = {id(replica) for kind, replica in self._pending.values() if kind == "start"}
         for replica in self._pool.alive():
             if replica.concurrency is None and id(replica) not in waiting:
-                self._pending[replica.actor.start.remote()] = ("start", replica)
+                self._pending[replica.actor.start.remote(self._pool.secrets)] = ("start", replica)
 
     def _check_start(self, waited_s: float) -> None:
         import ray
@@ -113,7 +130,7 @@ class Pass:
                 continue
             # One unit more than the engine can hold, so it never waits for the driver.
             wanted = 1 + max(1, -(-replica.concurrency // unit_rows))
-            while not self._exhausted and self._under_way(replica) < wanted:
+            while self._may_feed and self._under_way(replica) < wanted:
                 unit = next(self._units, None)
                 if unit is None:
                     self._exhausted = True
@@ -123,6 +140,10 @@ class Pass:
                     unit.block, unit.offset, unit.length, call.call_hash, call.content, self._job
                 )
                 self._pending[reference] = ("answer", replica)
+
+    @property
+    def _may_feed(self) -> bool:
+        return not self._exhausted and self._refusal is None
 
     def _under_way(self, replica: Replica | None = None) -> int:
         return sum(
@@ -145,10 +166,12 @@ class Pass:
                 self._collect_flush(replica)
                 self._lose(replica, str(cause))
                 return
+            if isinstance(cause, EndpointError):
+                # Other units find out as well; what they have under way is paid and waited for.
+                self._refusal = self._refusal or EndpointError(str(cause))
+                return
             if isinstance(cause, DbtLLMError):
-                self._flush_all()
                 raise type(cause)(str(cause)) from None
-            self._flush_all()
             raise EngineError(
                 f"The engine of LLM {self._spec.llm!r} failed: {cause or error}. "
                 f"Its log is {replica.log_path}."
@@ -173,6 +196,17 @@ class Pass:
         for replica in self._pool.replicas:
             if not replica.dead and replica.concurrency and id(replica) not in flushing:
                 self._pending[replica.actor.flush.remote(self._run_id)] = ("flush", replica)
+
+    def _stop_asking(self) -> None:
+        """Have the engines drop what is under way; what is answered stays."""
+        import ray
+        from ray.exceptions import RayError
+
+        alive = [replica for replica in self._pool.replicas if not replica.dead]
+        started = [replica for replica in alive if replica.concurrency]
+        references = [replica.actor.abandon.remote(self._run_id) for replica in started]
+        with contextlib.suppress(RayError):
+            ray.get(references, timeout=_ABANDON_TIMEOUT_S)
 
     def _flush_all(self, finish: bool = False) -> None:
         for reference, (kind, replica) in list(self._pending.items()):
@@ -224,7 +258,7 @@ class _Unit:
     """None: to the block's end."""
 
 
-def _units(files: list[RequestFile], unit_rows: int) -> Iterator[_Unit]:
+def _units(files: list[RequestFile], unit_rows: int) -> Generator[_Unit, None, None]:
     """Yield references to blocks of at most `unit_rows` requests, in the files' order."""
     import ray.data
 

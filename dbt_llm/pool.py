@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dbt_llm.call import canonical_json
+from dbt_llm.call import canonical_json, sha256_hex
 from dbt_llm.engine_actor import EngineActor
 from dbt_llm.errors import EngineError
 
@@ -36,6 +36,7 @@ class Pool:
     config: dict[str, Any]
     log_folder: str
     size: int
+    secrets: dict[str, Any] = field(repr=False)
     replicas: list[Replica] = field(default_factory=list)
     deaths: int = 0
     """Deaths in a row; a unit that comes back sets it to zero."""
@@ -87,12 +88,12 @@ class Pool:
         return Replica(actor_class.remote(self.config, log_path), log_path)
 
 
-def get_pool(config: dict[str, Any], size: int, log_folder: str) -> Pool:
+def get_pool(config: dict[str, Any], secrets: dict[str, Any], size: int, log_folder: str) -> Pool:
     """Return this process's pool for an LLM; equal configs share one."""
-    key = canonical_json(config)
+    key = sha256_hex(canonical_json([config, secrets]))
     with _lock:
         if key not in _pools:
-            _pools[key] = Pool(config, log_folder, size)
+            _pools[key] = Pool(config, log_folder, size, secrets)
         return _pools[key]
 
 

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dbt_llm.config import Config, LLMConfig, VllmLLM
+from dbt_llm.config import Config, LLMConfig, OpenAILLM
 from dbt_llm.job import run_job
 from dbt_llm.job_spec import JobResult, JobSpec
 from dbt_llm.parts import Provenance
@@ -18,6 +18,9 @@ from dbt_llm.progress import Progress, failure_lines
 from dbt_llm.spool import RequestFile
 from dbt_llm.store import Store
 from dbt_llm.version import __version__
+
+_PATHS = {"vllm": ("model",), "replay": ("answers",), "openai": ("ca_file",)}
+"""The settings of an engine that may be paths."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Runner:
         return [self._run_one(llm, own) for llm, own in sorted(by_llm.items())]
 
     def _run_one(self, llm: str, files: list[RequestFile]) -> JobResult:
+        secrets = self._config.llms[llm].secrets()
         spec = self._spec(llm, files)
         path = self._run.target_folder / "llm" / f"{self._run.node_id}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +92,7 @@ class Runner:
             f"{spec.rows:,} {'answer' if spec.rows == 1 else 'answers'}"
         )
         try:
-            result = run_job(spec, self._store, self._cancelled, progress)
+            result = run_job(spec, secrets, self._store, self._cancelled, progress)
         finally:
             progress.close()
         for line in failure_lines(self._run.name, result):
@@ -125,11 +129,16 @@ class Runner:
 
 
 def _engine_settings(entry: LLMConfig) -> dict[str, Any]:
-    # Workers may run in another folder; a model of a relative path becomes absolute for them.
     # Sampling, system prompt and price belong to calls, so they do not make another engine.
-    settings = entry.model_dump(mode="json", exclude={"sampling", "system", "price", "replicas"})
-    paths = ["model"] if isinstance(entry, VllmLLM) else ["answers"]
-    for key in paths:
+    apart = {"sampling", "system", "price", "replicas", "api_key", "headers", "query", "proxy"}
+    settings = entry.model_dump(mode="json", exclude=apart)
+    if isinstance(entry, OpenAILLM):
+        # The limits hold for all replicas together.
+        for limit in ("requests_per_minute", "tokens_per_minute"):
+            if settings[limit] is not None:
+                settings[limit] /= entry.replicas
+    # Workers may run in another folder; a model of a relative path becomes absolute for them.
+    for key in _PATHS[entry.engine]:
         if settings[key] is not None and Path(settings[key]).expanduser().exists():
             settings[key] = str(Path(settings[key]).expanduser().absolute())
     return settings

@@ -24,6 +24,7 @@ ANSWERS = pa.schema(
         pa.field("finish_reason", pa.string()),
         pa.field("prompt_tokens", pa.int64()),
         pa.field("completion_tokens", pa.int64()),
+        pa.field("tokens_estimated", pa.bool_()),
         pa.field("latency_s", pa.float64()),
         pa.field("attempts", pa.int32()),
     ]
@@ -44,6 +45,7 @@ GENERATIONS = pa.schema(
         pa.field("finish_reason", pa.string()),
         pa.field("prompt_tokens", pa.int64()),
         pa.field("completion_tokens", pa.int64()),
+        pa.field("tokens_estimated", pa.bool_()),
         pa.field("cost_usd", pa.float64()),
         pa.field("latency_s", pa.float64()),
         pa.field("attempts", pa.int32()),
@@ -96,6 +98,8 @@ class Answer:
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    tokens_estimated: bool = False
+    """The tokens were counted here by a rule, since the server did not say."""
     latency_s: float | None = None
     attempts: int = 1
     embedding: list[float] | None = None

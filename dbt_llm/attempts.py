@@ -1,0 +1,130 @@
+"""Sends one request until it is answered, or until trying again is of no use."""
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from dbt_llm.openai_failure import Failure, Retry
+from dbt_llm.throttle import Throttle, Ticket
+
+T = TypeVar("T")
+
+_FIRST_BACKOFF_S = 0.5
+_LONGEST_BACKOFF_S = 30.0
+_SHORTEST_S = 0.1
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long and how often a request is tried."""
+
+    attempt_s: float
+    """One attempt."""
+    request_s: float
+    """All attempts and the waits between them, from the first one on."""
+    tries: int
+    """Attempts; those that were too early (429) do not count."""
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """What came of a request: a value, or the last failure."""
+
+    value: T | None
+    failure: Failure | None
+    attempts: int
+    latency_s: float
+    """Of the last attempt."""
+    first_sent: float
+    """On the monotonic clock."""
+
+
+async def persist(
+    once: Callable[[], Awaitable[T | Failure]],
+    throttle: Throttle,
+    tokens: float,
+    patience: Patience,
+    is_stopped: Callable[[], bool],
+    used_tokens: Callable[[T], int],
+    first: bool = False,
+) -> Outcome[T] | None:
+    """Make attempts, each when the throttle says so; return None when stopped before the first.
+
+    `tokens` are expected to be used, `used_tokens` says how many were. `first`: before all others.
+    """
+    attempts = tries = 0
+    first_sent: float | None = None
+    latency_s = 0.0
+    failure: Failure | None = None
+    while True:
+        left_s = _left_s(patience, first_sent)
+        if left_s < _SHORTEST_S:
+            break
+        try:
+            async with asyncio.timeout(None if first_sent is None else left_s):
+                ticket = await throttle.enter(tokens, first=first or attempts > 0)
+        except TimeoutError:
+            break
+        if is_stopped():
+            throttle.failed(ticket)
+            break
+        sent = time.monotonic()
+        first_sent = sent if first_sent is None else first_sent
+        attempts += 1
+        allowed_s = max(_SHORTEST_S, min(patience.attempt_s, _left_s(patience, first_sent)))
+        result = await _attempt(once, ticket, throttle, allowed_s)
+        latency_s = time.monotonic() - sent
+        if not isinstance(result, Failure):
+            throttle.succeeded(ticket, latency_s, used_tokens(result))
+            return Outcome(result, None, attempts, latency_s, first_sent)
+        failure = result
+        _tell(throttle, ticket, failure)
+        if failure.retry is Retry.NEVER:
+            break
+        if failure.retry is not Retry.SLOWER:
+            tries += 1
+            if tries >= patience.tries:
+                break
+            await asyncio.sleep(min(_backoff_s(tries), _left_s(patience, first_sent)))
+    if first_sent is None:
+        return None
+    return Outcome(None, failure, attempts, latency_s, first_sent)
+
+
+async def _attempt(
+    once: Callable[[], Awaitable[T | Failure]],
+    ticket: Ticket,
+    throttle: Throttle,
+    timeout_s: float,
+) -> T | Failure:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await once()
+    except TimeoutError:
+        return Failure("timeout", f"no answer within {timeout_s:.3g} s", Retry.FEWER)
+    except BaseException:
+        throttle.failed(ticket)
+        raise
+
+
+def _tell(throttle: Throttle, ticket: Ticket, failure: Failure) -> None:
+    if failure.retry is Retry.SLOWER:
+        throttle.refused(ticket, failure.retry_after_s)
+    elif failure.retry is Retry.FEWER:
+        throttle.overloaded(ticket, failure.retry_after_s)
+    else:
+        throttle.failed(ticket)
+
+
+def _left_s(patience: Patience, first_sent: float | None) -> float:
+    if first_sent is None:
+        return patience.request_s
+    return max(0.0, first_sent + patience.request_s - time.monotonic())
+
+
+def _backoff_s(tries: int) -> float:
+    longest = min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** (tries - 1))
+    return longest * random.uniform(0.5, 1.0)

@@ -1,0 +1,346 @@
+"""The `openai` engine: any endpoint that speaks OpenAI's HTTP API, through the `openai` SDK.
+
+When to send is the throttle's matter, what a failure means `openai_failure`'s; here is what is
+done about it. A refusal that may concern every request (a wrong key, a parameter that the server
+does not know) is checked by one tiny request of our own before it is held against the row.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pyarrow as pa
+
+from dbt_llm.attempts import Outcome, Patience, T, persist
+from dbt_llm.call import canonical_json
+from dbt_llm.engine import Emit
+from dbt_llm.errors import EndpointError, EngineError
+from dbt_llm.openai_failure import Failure, Retry, cleaner, failure_of
+from dbt_llm.openai_request import (
+    chat_body,
+    estimate_tokens,
+    is_wrapped,
+    read_completion,
+    read_embeddings,
+)
+from dbt_llm.outbox import Outbox
+from dbt_llm.schema import Answer
+from dbt_llm.throttle import Throttle
+
+_CONTROL = "Hi"
+_CONTROL_TOKENS = 16
+# So many suspicious refusals in a row are looked into even where requests went well before.
+_SUSPICIOUS = 5
+_CONNECT_S = 15.0
+_SMOOTHING = 0.05
+
+Row = tuple[str, str]
+"""A prompt hash and its prompt."""
+
+
+@dataclass
+class _Standing:
+    """How an endpoint takes the requests of one call."""
+
+    units: int = 0
+    """Under way."""
+    accepted: bool = False
+    refused: int = 0
+    """In a row, of those refusals that may concern every request."""
+    checked_at: float = float("-inf")
+    checking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    stopped: EndpointError | None = None
+
+
+class OpenAIEngine:
+    """See the module's text."""
+
+    def __init__(self, config: dict[str, Any], secrets: dict[str, Any]) -> None:
+        """`secrets` holds api_key (None: send none), headers, query and proxy."""
+        try:
+            import openai
+        except ImportError as error:
+            raise EngineError(
+                f"The openai engine needs the openai SDK, which cannot be imported ({error}). "
+                "Install it with pip install 'dbt-llm[openai]'."
+            ) from error
+        self._config = config
+        self.version: str = openai.__version__
+        self.concurrency: int = config["max_concurrency"]
+        headers, query = secrets["headers"], secrets["query"]
+        every = (secrets["api_key"], secrets["proxy"], *headers.values(), *query.values())
+        self._secrets = [secret for secret in every if secret]
+        # Without a key no Authorization header is sent, for some servers refuse any.
+        self._per_request: dict[str, Any] = (
+            {} if secrets["api_key"] else {"extra_headers": {"Authorization": openai.Omit()}}
+        )
+        self._client = openai.AsyncOpenAI(
+            api_key=secrets["api_key"] or "unused",
+            base_url=config["base_url"],
+            default_headers=headers,
+            default_query=query,
+            max_retries=0,
+            timeout=None,
+            http_client=_http_client(config, secrets["proxy"]),
+        )
+        self._patience = Patience(
+            config["attempt_timeout_s"], config["request_timeout_s"], config["max_attempts"]
+        )
+        self._throttle = Throttle(
+            config["max_concurrency"],
+            config["requests_per_minute"],
+            config["tokens_per_minute"],
+            slow_s=config["attempt_timeout_s"] / 4,
+        )
+        self._standings: dict[str, _Standing] = {}
+        self._answered_at = float("-inf")
+        self._length: float | None = None
+
+    async def answer(self, requests: pa.Table, call: dict[str, Any], emit: Emit) -> None:
+        """Answer every request; see `Engine.answer`.
+
+        Raises:
+            EndpointError: the endpoint refuses every request of the call, or is not there.
+        """
+        rows = list(
+            zip(requests["prompt_hash"].to_pylist(), requests["prompt"].to_pylist(), strict=True)
+        )
+        standing = self._standings.setdefault(canonical_json(call), _Standing())
+        if standing.units == 0:
+            standing.stopped = None
+        standing.units += 1
+        outbox = Outbox(emit)
+        if call["output"]["type"] == "embedding":
+            size = self._config["embedding_batch"]
+            batches = [rows[at : at + size] for at in range(0, len(rows), size)]
+            work = [self._embed(batch, call, standing, outbox) for batch in batches]
+        else:
+            work = [self._chat(row, call, standing, outbox) for row in rows]
+        tasks = [asyncio.ensure_future(one) for one in work]
+        try:
+            # Requests under way when the endpoint is found out are waited for: they are paid.
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            standing.units -= 1
+            outbox.flush()
+        if standing.stopped is not None:
+            raise standing.stopped
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
+    async def _chat(
+        self, row: Row, call: dict[str, Any], standing: _Standing, outbox: Outbox
+    ) -> None:
+        outcome = await self._complete(row, call, standing)
+        if outcome is None:
+            return
+        if outcome.value is not None:
+            self._note_length(outcome.value)
+            outbox.add(
+                replace(outcome.value, latency_s=outcome.latency_s, attempts=outcome.attempts)
+            )
+        elif not await self._concerns_all(outcome, call, standing):
+            outbox.add(_failed(row[0], outcome))
+
+    async def _complete(
+        self, row: Row, call: dict[str, Any], standing: _Standing, control: bool = False
+    ) -> Outcome[Answer] | None:
+        prompt_hash, prompt = row
+        body = chat_body(call, prompt, self._config)
+        if control:
+            body[self._config["max_tokens_parameter"]] = _CONTROL_TOKENS
+        clean = cleaner(self._secrets, prompt)
+        sent_text = "".join(message["content"] for message in body["messages"])
+
+        async def once() -> Answer | Failure:
+            completion = await self._client.chat.completions.create(**body, **self._per_request)
+            wrapped = is_wrapped(call, self._config)
+            return read_completion(prompt_hash, completion, sent_text, wrapped, clean)
+
+        expected = self._length if self._length is not None else call["sampling"]["max_tokens"]
+        return await self._persist(
+            self._guarded(once, clean),
+            estimate_tokens(sent_text) + expected,
+            standing,
+            lambda answer: (answer.prompt_tokens or 0) + (answer.completion_tokens or 0),
+            control,
+        )
+
+    async def _embed(
+        self, rows: list[Row], call: dict[str, Any], standing: _Standing, outbox: Outbox
+    ) -> None:
+        outcome = await self._vectors(rows, call, standing)
+        if outcome is None:
+            return
+        if outcome.value is not None:
+            for answer in outcome.value:
+                outbox.add(replace(answer, latency_s=outcome.latency_s, attempts=outcome.attempts))
+            return
+        assert outcome.failure is not None
+        if len(rows) > 1 and outcome.failure.retry in {Retry.NEVER, Retry.LATER}:
+            # One text of many may be at fault: the halves are asked on their own.
+            middle = len(rows) // 2
+            await self._embed(rows[:middle], call, standing, outbox)
+            await self._embed(rows[middle:], call, standing, outbox)
+        elif not await self._concerns_all(outcome, call, standing):
+            for prompt_hash, _ in rows:
+                outbox.add(_failed(prompt_hash, outcome))
+
+    async def _vectors(
+        self, rows: list[Row], call: dict[str, Any], standing: _Standing, control: bool = False
+    ) -> Outcome[list[Answer]] | None:
+        texts = [prompt for _, prompt in rows]
+        clean = cleaner(self._secrets, "\n".join(texts))
+        extra = call.get("sampling", {}).get("extra")
+
+        async def once() -> list[Answer] | Failure:
+            reply = await self._client.embeddings.create(
+                model=self._config["model"], input=texts, extra_body=extra, **self._per_request
+            )
+            return read_embeddings(rows, reply, clean)
+
+        return await self._persist(
+            self._guarded(once, clean),
+            sum(estimate_tokens(text) for text in texts),
+            standing,
+            lambda answers: sum(answer.prompt_tokens or 0 for answer in answers),
+            control,
+        )
+
+    async def _persist(
+        self,
+        once: Callable[[], Awaitable[T | Failure]],
+        tokens: float,
+        standing: _Standing,
+        used_tokens: Callable[[T], int],
+        control: bool,
+    ) -> Outcome[T] | None:
+        def is_stopped() -> bool:
+            return standing.stopped is not None and not control
+
+        outcome = await persist(
+            once, self._throttle, tokens, self._patience, is_stopped, used_tokens, first=control
+        )
+        if outcome is not None and outcome.value is not None:
+            standing.accepted, standing.refused = True, 0
+            self._answered_at = time.monotonic()
+        return outcome
+
+    def _guarded(
+        self, once: Callable[[], Awaitable[T | Failure]], clean: Callable[[str], str]
+    ) -> Callable[[], Awaitable[T | Failure]]:
+        import openai
+
+        async def guarded() -> T | Failure:
+            try:
+                return await once()
+            except (openai.OpenAIError, ValueError) as error:
+                return failure_of(error, self._config["max_retry_after_s"], clean)
+
+        return guarded
+
+    async def _concerns_all(
+        self, outcome: Outcome[Any], call: dict[str, Any], standing: _Standing
+    ) -> bool:
+        """Tell whether a failure is the endpoint's rather than the row's; then the call is over."""
+        failure = outcome.failure
+        assert failure is not None
+        if standing.stopped is not None:
+            return failure.alike or failure.retry is not Retry.NEVER
+        if failure.retry is not Retry.NEVER:
+            if self._answered_at < outcome.first_sent:
+                standing.stopped = self._unavailable(failure, outcome.attempts)
+            return standing.stopped is not None
+        if not failure.alike:
+            return False
+        standing.refused += 1
+        if standing.accepted and standing.refused < _SUSPICIOUS:
+            return False
+        async with standing.checking:
+            if standing.stopped is None and standing.checked_at < outcome.first_sent:
+                await self._check(call, standing)
+        return standing.stopped is not None
+
+    async def _check(self, call: dict[str, Any], standing: _Standing) -> None:
+        """Send a request that nothing is wrong with but what is wrong with all."""
+        row = ("", _CONTROL)
+        outcome: Outcome[Any] | None
+        if call["output"]["type"] == "embedding":
+            outcome = await self._vectors([row], call, standing, control=True)
+        else:
+            outcome = await self._complete(row, call, standing, control=True)
+        standing.refused = 0
+        standing.checked_at = time.monotonic()
+        assert outcome is not None
+        if outcome.failure is not None and outcome.failure.alike:
+            standing.stopped = EndpointError(
+                f"{self._where()} refuses every request: {outcome.failure.message}. "
+                f"{_advice(outcome.failure)} "
+                "What was answered before is stored; the refused requests are asked again by the "
+                "next run."
+            )
+
+    def _unavailable(self, failure: Failure, attempts: int) -> EndpointError:
+        return EndpointError(
+            f"{self._where()} does not answer: {failure.message} ({attempts} attempts, the last "
+            f"ended with {failure.code}). Check that the server runs and that base_url is right. "
+            "What was answered before is stored; the next run asks for the rest."
+        )
+
+    def _where(self) -> str:
+        return f"The endpoint {self._client.base_url} of model {self._config['model']}"
+
+    def _note_length(self, answer: Answer) -> None:
+        tokens = float(answer.completion_tokens or 0)
+        known = self._length if self._length is not None else tokens
+        self._length = known + _SMOOTHING * (tokens - known)
+
+
+def _failed(prompt_hash: str, outcome: Outcome[Any]) -> Answer:
+    failure = outcome.failure
+    assert failure is not None
+    return Answer(
+        prompt_hash,
+        error_code=failure.code,
+        error=failure.message,
+        latency_s=outcome.latency_s,
+        attempts=outcome.attempts,
+    )
+
+
+def _advice(failure: Failure) -> str:
+    if failure.code == "auth":
+        return "Check api_key or api_key_env of the LLM in the profile, and the key's rights."
+    if failure.code == "rate_limited":
+        return "Check the account's quota and billing."
+    return (
+        "Check model, base_url, max_tokens_parameter, structured_outputs and sampling of the LLM "
+        "in the profile, and the options of the call (docs/endpoints.md lists what servers know)."
+    )
+
+
+def _http_client(config: dict[str, Any], proxy: str | None) -> Any:
+    import importlib
+    import ssl
+
+    import openai
+
+    # The SDK's own HTTP library: httpx, and httpx2 since 3.0.
+    clients = (kind.__module__ for kind in openai.DefaultAsyncHttpxClient.__mro__)
+    http = importlib.import_module(next(name for name in clients if name.startswith("httpx")))
+    verify: Any = True
+    if config["ca_file"] is not None:
+        verify = ssl.create_default_context(cafile=config["ca_file"])
+    most = config["max_concurrency"]
+    return openai.DefaultAsyncHttpxClient(
+        verify=verify,
+        proxy=proxy,
+        timeout=openai.Timeout(None, connect=_CONNECT_S),
+        limits=http.Limits(max_connections=most, max_keepalive_connections=most),
+    )
