@@ -10,6 +10,7 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     SecretStr,
@@ -117,7 +118,7 @@ class OpenAILLM(_LLM):
 
     engine: Literal["openai"]
     model: str = Field(min_length=1, description="The name that the server knows it by.")
-    base_url: str = Field(default=_OPENAI, description="Up to and with /v1 or its like.")
+    base_url: str = Field(default=_OPENAI, description="null: OpenAI's own.")
     api_key_env: str | None = Field(
         default=None, description="The environment variable that holds the key."
     )
@@ -149,6 +150,11 @@ class OpenAILLM(_LLM):
     ca_file: str | None = Field(
         default=None, description="Certificates to trust. null: SSL_CERT_FILE, or the system's."
     )
+
+    @field_validator("base_url", mode="before")
+    @classmethod
+    def _or_openai(cls, base_url: Any) -> Any:
+        return _OPENAI if base_url is None else base_url
 
     @field_validator("base_url")
     @classmethod
@@ -198,13 +204,20 @@ class OpenAILLM(_LLM):
 
 
 class ReplayRule(_Section):
-    """One scripted answer: the first rule that fits a prompt decides."""
+    """One scripted or recorded answer: the first rule that fits a prompt decides."""
 
+    call: dict[str, Any] | None = Field(
+        default=None, description="The call that it answers, less the model; null: any."
+    )
     prompt: str | None = Field(default=None, description="The whole prompt.")
     contains: str | None = Field(default=None, description="A part of the prompt.")
     output: str | None = None
+    embedding: tuple[float, ...] | None = None
     error_code: str | None = None
     error: str | None = None
+    finish_reason: str = "stop"
+    prompt_tokens: NonNegativeInt | None = None
+    completion_tokens: NonNegativeInt | None = None
     delay_s: NonNegativeFloat = 0.0
 
 

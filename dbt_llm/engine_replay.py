@@ -20,6 +20,7 @@ import pyarrow as pa
 from dbt_llm.config import ReplayRule
 from dbt_llm.engine import Emit
 from dbt_llm.errors import EngineError
+from dbt_llm.record import call_key
 from dbt_llm.schema import ANSWERS, ERROR_CODES, Answer, answers_table
 
 _CHARACTERS_PER_TOKEN = 4
@@ -43,10 +44,11 @@ class ReplayEngine:
                     f"A replay rule has the error code {rule.error_code!r}; "
                     f"use one of {', '.join(ERROR_CODES)}."
                 )
-        self._by_prompt: dict[str, ReplayRule] = {}
+        self._by_prompt: dict[tuple[str | None, str], ReplayRule] = {}
         for rule in reversed(rules):
             if rule.prompt is not None:
-                self._by_prompt[rule.prompt] = rule
+                of_call = None if rule.call is None else call_key(rule.call)
+                self._by_prompt[of_call, rule.prompt] = rule
         self._by_part = [rule for rule in rules if rule.prompt is None]
         self._scripted = bool(rules) or self._otherwise == "error" or self._latency_s > 0
         self._slots = asyncio.Semaphore(self.concurrency)
@@ -54,7 +56,7 @@ class ReplayEngine:
 
     async def answer(self, requests: pa.Table, call: dict[str, Any], emit: Emit) -> None:
         """Answer every request; all at once where nothing is scripted."""
-        kind = call["output"]
+        kind, of_call = call["output"], call_key(call)
         hashes = requests["prompt_hash"].to_pylist()
         prompts = requests["prompt"].to_pylist()
         rows = list(zip(hashes, prompts, strict=True))
@@ -66,7 +68,7 @@ class ReplayEngine:
         async def one(prompt_hash: str, prompt: str) -> None:
             async with self._slots:
                 started = time.monotonic()
-                rule = self._rule(prompt)
+                rule = self._rule(of_call, prompt)
                 await asyncio.sleep(self._latency_s + (rule.delay_s if rule else 0.0))
                 answer = self._scripted_answer(prompt_hash, prompt, rule, kind)
                 emit(answers_table([replace(answer, latency_s=time.monotonic() - started)]))
@@ -76,10 +78,10 @@ class ReplayEngine:
     async def close(self) -> None:
         """Do nothing; there is nothing to free."""
 
-    def _rule(self, prompt: str) -> ReplayRule | None:
-        exact = self._by_prompt.get(prompt)
-        if exact is not None:
-            return exact
+    def _rule(self, of_call: str, prompt: str) -> ReplayRule | None:
+        for key in ((of_call, prompt), (None, prompt)):
+            if key in self._by_prompt:
+                return self._by_prompt[key]
         for rule in self._by_part:
             if rule.contains is None or rule.contains in prompt:
                 return rule
@@ -104,19 +106,20 @@ class ReplayEngine:
                 output=rule.output,
                 prompt_tokens=tokens,
             )
-        output = rule.output if rule is not None and rule.output is not None else None
-        embedding = None
+        rule = rule or ReplayRule()
+        output, embedding = rule.output, None
         if kind["type"] == "embedding":
-            embedding = made_up_embedding(prompt)
+            embedding = list(rule.embedding or made_up_embedding(prompt))
         elif output is None:
             output = made_up_answer(prompt, kind)
+        counted = rule.completion_tokens
         return Answer(
             prompt_hash,
             output=output,
             embedding=embedding,
-            finish_reason="stop",
-            prompt_tokens=tokens,
-            completion_tokens=_tokens(output or ""),
+            finish_reason=rule.finish_reason,
+            prompt_tokens=tokens if rule.prompt_tokens is None else rule.prompt_tokens,
+            completion_tokens=_tokens(output or "") if counted is None else counted,
         )
 
 
@@ -172,6 +175,7 @@ def _make_up(rows: list[tuple[str, str]], kind: dict[str, Any]) -> pa.Table:
         "output": outputs,
         "embedding": [made_up_embedding(prompt) if embeds else None for _, prompt in rows],
         "status": pa.repeat("ok", len(rows)),
+        "tokens_estimated": pa.repeat(False, len(rows)),
         "finish_reason": pa.repeat("stop", len(rows)),
         "prompt_tokens": [_tokens(prompt) for _, prompt in rows],
         "completion_tokens": [_tokens(output or "") for output in outputs],

@@ -11,7 +11,8 @@ from dbt_llm.schema import LASTING_ERRORS
 from dbt_llm.store import Snapshot, Store
 
 # Of several generations of one key, a good one counts before a failed one, then the newest.
-_BEST_FIRST = "partition by prompt_hash order by status = 'ok' desc, created_at desc"
+BEST_FIRST = "partition by prompt_hash order by status = 'ok' desc, created_at desc"
+"""The window in which the first row of a key is the one that counts."""
 
 
 def show_store(cursor: Any, store: Store) -> None:
@@ -21,7 +22,7 @@ def show_store(cursor: Any, store: Store) -> None:
     """
     _, select = _select_answers(cursor, store, lasting())
     if select is not None:
-        select = f"{select} qualify row_number() over ({_BEST_FIRST}) = 1"
+        select = f"{select} qualify row_number() over ({BEST_FIRST}) = 1"
     _create_view(cursor, select)
 
 
@@ -75,7 +76,7 @@ def _without_repeats(cursor: Any, select: str) -> str:
         where prompt_hash in (
             select prompt_hash from ({select}) group by prompt_hash having count(*) > 1
         )
-        qualify row_number() over ({_BEST_FIRST}) = 1""")
+        qualify row_number() over ({BEST_FIRST}) = 1""")
     return f"""
         select * from ({select})
         where prompt_hash not in (select prompt_hash from temp.main.dbt_llm_repeated)

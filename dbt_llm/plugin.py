@@ -5,6 +5,7 @@ dbt-duckdb creates one `Plugin` per process and profile. The package's macros re
 
 - `resolve`: build a table; the `statement` in the config is replaced by what is left to do.
 - `check_view`: refuse a view that calls LLM functions.
+- `record`: write the stored answers to a file.
 """
 
 import sys
@@ -30,6 +31,7 @@ from dbt_llm.collector import Mode
 from dbt_llm.config import load_config
 from dbt_llm.errors import CallError, ConfigError, DbtLLMError, UnresolvedError
 from dbt_llm.functions import TOKEN_VARIABLE
+from dbt_llm.record import write_answers
 from dbt_llm.resolve_loop import Build, Settings, Summary, explain
 from dbt_llm.runner import Output, new_run
 from dbt_llm.session import Session
@@ -70,10 +72,14 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         request: dict[str, Any] = target_config.config
         with _as_dbt_error():
             _check_version(request["package_version"])
-            if target_config.location is not None and target_config.location.format == "resolve":
-                self._resolve(request)
-            else:
-                self._check_view(request)
+            assert target_config.location is not None
+            match target_config.location.format:
+                case "resolve":
+                    self._resolve(request)
+                case "check_view":
+                    self._check_view(request)
+                case "record":
+                    self._record(request)
 
     def _resolve(self, request: dict[str, Any]) -> None:
         header = request["header"]
@@ -145,6 +151,11 @@ class Plugin(BasePlugin):  # type: ignore[misc]
                 "only in dbt's own connections, so nobody else could read it. Materialize it as "
                 "table, incremental or external."
             )
+
+    def _record(self, request: dict[str, Any]) -> None:
+        path = Path(str(request["path"]))
+        answers = write_answers(_thread_cursor(), self._session.store, path)
+        _info(f"llm: {answers:,} {'answer' if answers == 1 else 'answers'} recorded in {path}")
 
 
 def _missing_outside(rows: int) -> None:

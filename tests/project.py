@@ -92,9 +92,11 @@ class Project:
             _close_database()
         statuses = {}
         for node in getattr(result.result, "results", None) or []:
-            statuses[node.node.name] = str(node.status)
+            # An operation has no node.
+            name = node.node.name if hasattr(node, "node") else "operation"
+            statuses[name] = str(node.status)
             if node.message:
-                lines.append(f"{node.node.name}: {node.message}")
+                lines.append(f"{name}: {node.message}")
         if result.exception is not None:
             lines.append(str(result.exception))
         return Outcome(bool(result.success), "\n".join(lines), statuses)

@@ -26,7 +26,7 @@ def answer(prompts, call=None, **entry):
     tables = []
 
     async def run():
-        engine = start_engine(config(**entry))
+        engine = start_engine(config(**entry), {})
         await engine.answer(requests_of(prompts, call), call.content, tables.append)
         await engine.close()
 
@@ -70,6 +70,7 @@ def test_an_unscripted_answer_has_these_fields():
         "finish_reason": "stop",
         "prompt_tokens": 3,
         "completion_tokens": 5,
+        "tokens_estimated": False,
         "latency_s": 0.0,
         "attempts": 1,
     }

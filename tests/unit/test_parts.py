@@ -60,6 +60,7 @@ def test_a_generation_has_all_its_fields(tmp_path):
         "finish_reason": "stop",
         "prompt_tokens": 3,
         "completion_tokens": None,
+        "tokens_estimated": False,
         "cost_usd": 0.0,
         "latency_s": None,
         "attempts": 1,
