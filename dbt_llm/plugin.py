@@ -30,10 +30,9 @@ from dbt_llm import python_models
 from dbt_llm.collector import Mode
 from dbt_llm.config import load_config
 from dbt_llm.errors import CallError, ConfigError, DbtLLMError, UnresolvedError
-from dbt_llm.functions import TOKEN_VARIABLE
 from dbt_llm.record import write_answers
-from dbt_llm.resolve_loop import Build, Settings, Summary, explain
-from dbt_llm.runner import Output, new_run
+from dbt_llm.resolve_loop import Build, Settings, Summary, plan_query
+from dbt_llm.runner import Output, Run, new_run
 from dbt_llm.session import Session
 from dbt_llm.version import __version__
 
@@ -119,8 +118,7 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         refresh: bool,
         limit: int | None,
     ) -> Summary | None:
-        target = Path(get_adapter_by_type("duckdb").config.project_target_path)
-        run = new_run(node_id, get_invocation_id(), target)
+        run = self._new_run(node_id)
         cancelled = threading.Event()
         settings = Settings(
             run_id=run.run_id,
@@ -134,18 +132,23 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         with _interrupt_sets(cursor, cancelled):
             return self._session.resolve(cursor, build, run, _output(), settings)
 
+    def _new_run(self, node_id: str) -> Run:
+        target = Path(get_adapter_by_type("duckdb").config.project_target_path)
+        return new_run(node_id, get_invocation_id(), target)
+
     def _check_view(self, request: dict[str, Any]) -> None:
         cursor = _thread_cursor()
-        token, resolution = self._session.collector.open(Mode.NULL, Path())
-        try:
-            cursor.execute(f"set variable {TOKEN_VARIABLE} = '{token}'")
-            if request["header"]:
-                cursor.execute(request["header"])
-            explain(cursor, request["query"], resolution)
-        finally:
-            self._session.collector.close(token)
-        cursor.execute(f"set variable {TOKEN_VARIABLE} = null")
-        if resolution.calls:
+        run = self._new_run(request["node_id"])
+        with plan_query(
+            cursor,
+            self._session.collector,
+            Mode.NULL,
+            run.spool_folder,
+            request["header"],
+            request["query"],
+        ) as resolution:
+            calls = resolution.calls
+        if calls:
             raise CallError(
                 f"{request['node_id']} calls an LLM function and is a view. The functions exist "
                 "only in dbt's own connections, so nobody else could read it. Materialize it as "

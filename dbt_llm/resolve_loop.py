@@ -9,7 +9,7 @@ import contextlib
 import re
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -114,19 +114,37 @@ def resolve(
         DbtLLMError: see `errors.py`. The statement's table is then in the cursor's transaction,
             which the caller rolls back.
     """
-    token, resolution = collector.open(settings.mode, settings.spool_folder)
-    try:
-        cursor.execute(f"set variable {functions.TOKEN_VARIABLE} = {sql.literal(token)}")
-        if build.header:
-            cursor.execute(build.header)
-        explain(cursor, build.query, resolution)
+    planned = plan_query(
+        cursor, collector, settings.mode, settings.spool_folder, build.header, build.query
+    )
+    with planned as resolution:
         if not resolution.calls:
             return None
         build = _ask_after_limit(cursor, build, resolution, settings.warn)
         return _Loop(cursor, build, resolution, store, in_flight, run_jobs, settings).run()
+
+
+@contextlib.contextmanager
+def plan_query(
+    cursor: Any, collector: Collector, mode: Mode, spool_folder: Path, header: str, query: str
+) -> Iterator[Resolution]:
+    """Run the header and plan a query under a resolution of its own; yield what it calls.
+
+    Within the `with`, the cursor's LLM functions hand their missing prompts to that resolution.
+
+    Raises:
+        CallError: something is wrong with a call.
+    """
+    token, resolution = collector.open(mode, spool_folder)
+    try:
+        cursor.execute(f"set variable {functions.TOKEN_VARIABLE} = {sql.literal(token)}")
+        if header:
+            cursor.execute(header)
+        _explain(cursor, query, resolution)
+        yield resolution
     finally:
         collector.close(token)
-        shutil.rmtree(settings.spool_folder, ignore_errors=True)
+        shutil.rmtree(spool_folder, ignore_errors=True)
         # After an error the transaction is aborted, and then the cursor is not used any more.
         with contextlib.suppress(duckdb.Error):
             cursor.execute(f"set variable {functions.TOKEN_VARIABLE} = null")
@@ -303,7 +321,7 @@ class _Loop:
         )
 
 
-def explain(cursor: Any, query: str, resolution: Resolution) -> None:
+def _explain(cursor: Any, query: str, resolution: Resolution) -> None:
     """Plan a query, which shows its calls and refuses what is wrong with them."""
     try:
         _execute(cursor, f"explain {query}", resolution)
