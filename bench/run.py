@@ -25,6 +25,7 @@ import pyarrow as pa
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from bench.over_http import LATENCY_S, SLOTS, Server, client_seconds, engine_seconds
 from dbt_llm.delta_extension import load_delta_extension
 from dbt_llm.engine_replay import made_up_answer
 from tests.project import Project
@@ -142,6 +143,22 @@ def warm(rows: int, runs: int) -> tuple[str, float, float]:
     return (f"warm rerun, {rows:,} rows, three columns", *result)
 
 
+def http(rows: int, runs: int) -> tuple[str, float, float]:
+    """New prompts over HTTP: the `openai` engine against a bare client of the same SDK."""
+    server = Server()
+    try:
+        return (
+            f"HTTP, {rows:,} prompts, {SLOTS} slots of {LATENCY_S:g} s",
+            *alternate(
+                runs,
+                lambda: engine_seconds(server.base_url, rows),
+                lambda: client_seconds(server.base_url, rows),
+            ),
+        )
+    finally:
+        server.close()
+
+
 def imports(rows: int, runs: int) -> tuple[str, float, float]:
     """`import dbt_llm` in a fresh process, against a process that imports nothing."""
 
@@ -154,7 +171,9 @@ def imports(rows: int, runs: int) -> tuple[str, float, float]:
     )
 
 
-MEASURES = {"imports": imports, "plumbing": plumbing, "warm": warm}
+MEASURES = {"imports": imports, "plumbing": plumbing, "warm": warm, "http": http}
+# These do not grow with --rows.
+FIXED_ROWS = {"imports": [0], "http": [3_000]}
 
 
 def main() -> None:
@@ -175,7 +194,7 @@ def main() -> None:
     print("| measure | dbt-llm, s | baseline, s | ratio |")
     print("|---|---|---|---|")
     for name in arguments.measures or MEASURES:
-        for rows in arguments.rows if name != "imports" else [0]:
+        for rows in FIXED_ROWS.get(name, arguments.rows):
             label, ours, baseline = MEASURES[name](rows, arguments.runs)
             print(f"| {label} | {ours:.2f} | {baseline:.2f} | {ours / baseline:.2f} |", flush=True)
 

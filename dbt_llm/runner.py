@@ -103,7 +103,7 @@ class Runner:
         entry = self._config.llms[llm]
         return JobSpec(
             llm=llm,
-            engine=_engine_settings(entry),
+            engine=engine_settings(entry),
             replicas=entry.replicas,
             requests=files,
             store_folder=str(self._store.folder),
@@ -128,7 +128,8 @@ class Runner:
         )
 
 
-def _engine_settings(entry: LLMConfig) -> dict[str, Any]:
+def engine_settings(entry: LLMConfig) -> dict[str, Any]:
+    """Return what an engine is started with, as plain data without secrets."""
     # Sampling, system prompt and price belong to calls, so they do not make another engine.
     apart = {"sampling", "system", "price", "replicas", "api_key", "headers", "query", "proxy"}
     settings = entry.model_dump(mode="json", exclude=apart)
