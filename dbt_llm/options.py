@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, field_validator, model_validator
 
-from dbt_llm.fields import fields_schema
+from dbt_llm.fields import describe_fields, fields_schema
 
 
 class Options(BaseModel):
@@ -157,9 +157,9 @@ class ExtractOptions(Options):
 
     def wrap(self) -> dict[str, str] | None:
         """Return what stands before and after a prompt in the user's turn."""
-        fields = json.dumps(self.fields, ensure_ascii=False)
+        fields = describe_fields(fields_schema(self.fields))
         return {
-            "before": f"{self.instruction}\nAnswer with a JSON object of these fields and types, "
+            "before": f"{self.instruction}\nAnswer with a JSON object of these fields, "
             f"with null where the text does not say it: {fields}\n\nText:\n",
             "after": "\n\nJSON:",
         }

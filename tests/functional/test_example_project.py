@@ -47,16 +47,29 @@ def generated(log: str) -> int:
 
 def test_example_is_built_and_asks_nothing_again(example: Path) -> None:
     first = dbt(example, "build")
-    assert generated(first) > 250
+    assert generated(first) > 350
     connection = duckdb.connect(str(example / "replay.duckdb"), read_only=True)
     tickets, summaries = connection.execute(
         "select (select count(*) from stg_tickets), (select count(*) from ticket_summaries)"
     ).fetchall()[0]
     assert tickets == summaries == 220
+    asked, filtered, facts, amounts, types = connection.execute(
+        "select (select count(distinct body) from stg_tickets where rating = 1), count(*), "
+        "count(facts), count(amount), any_value(typeof(facts)) from ticket_facts"
+    ).fetchall()[0]
+    assert types == "STRUCT(about VARCHAR, days_waited SMALLINT, amount DECIMAL(9,2))"
+    assert 0 < filtered == facts == amounts < 28
+    # The filter is asked about each of these tickets, and the fields of those that pass.
+    passed = connection.execute("select count(distinct body) from ticket_facts").fetchall()[0][0]
+    assert f"ticket_facts: {asked + passed} prompts, 0 stored, {asked + passed} generated" in first
+    assert connection.execute(
+        "select count(*), count(most_similar), bool_and(subject <> most_similar), "
+        "bool_and(similarity between -1 and 1.001) from similar_subjects"
+    ).fetchall() == [(42, 42, True, True)]
     connection.close()
 
     second = dbt(example, "build")
-    assert "Done. PASS=29 WARN=0 ERROR=0" in second
+    assert "Done. PASS=39 WARN=0 ERROR=0" in second
     assert generated(second) == 0
 
     seed = example / "seeds" / "tickets.csv"

@@ -1,7 +1,13 @@
 """A model that keeps n rows asks n prompts, through dbt."""
 
+import json
+import re
+
 from tests.functional.test_rows import made_up
-from tests.project import Project
+from tests.project import ROOT, Project
+
+PAGE = (ROOT / "docs" / "functions.md").read_text(encoding="utf-8")
+SECTION = PAGE.partition("\n## How many prompts a query asks\n")[2].partition("\n## ")[0]
 
 
 def test_the_first_rows_are_asked_and_no_others(project: Project) -> None:
@@ -62,3 +68,46 @@ def test_what_must_ask_for_all_rows_says_so(project: Project) -> None:
     assert "best: a call may be asked for more rows than the query keeps: ORDER BY" in outcome.log
     rows = sorted((made_up(f"x{i}"), i) for i in range(20))[:2]
     assert project.query("select r, i from best order by r") == rows
+
+
+def counted_queries() -> list[tuple[str, int, int, bool]]:
+    """Return query, rows kept, prompts asked and whether it warns, of each row in the docs."""
+    kept, warning, costly = SECTION.partition("and a warning says so")
+    assert warning
+    return [
+        (query, int(rows), int(asked), part is costly)
+        for part in (kept, costly)
+        for query, rows, asked in re.findall(r"^\| `(.+)` \| (\d+) \| (\d+)\D", part, re.MULTILINE)
+    ]
+
+
+def test_the_docs_count_what_a_query_asks(project: Project) -> None:
+    queries = counted_queries()
+    assert len(queries) == SECTION.count("\n| `") == 20
+    (messages,) = re.findall(r"^    (select .*)$", SECTION, re.MULTILINE)
+    # Prompts of its own for each query, as equal ones are asked once.
+    answers = []
+    for number, (query, *_) in enumerate(queries):
+        prefix = f"Message of query {number}, "
+        project.model(f"messages_{number}", messages.replace("Message ", prefix))
+        project.model(
+            f"query_{number}",
+            re.sub(r"\bmessages\b", f"{{{{ ref('messages_{number}') }}}}", query),
+        )
+        if "llm_filter" in query:
+            answers += [
+                {"prompt": f"{prefix}{i}", "output": ["no", "yes"][i % 2]} for i in range(1000)
+            ]
+    project.write("answers.jsonl", "".join(json.dumps(answer) + "\n" for answer in answers))
+    project.llms = {
+        "default": {"engine": "replay", "answers": str(project.folder / "answers.jsonl")}
+    }
+    outcome = project.dbt("run")
+    assert outcome.success, outcome.log
+    counts = [f"select {n} as n, count(*) as rows from query_{n}" for n in range(len(queries))]
+    kept = dict(project.query(" union all ".join(counts)))
+    for number, (query, rows, asked, warns) in enumerate(queries):
+        name = f"query_{number}"
+        warning = f"{name}: a call may be asked for more rows than the query keeps"
+        counted = int(outcome.summary(name).split(" prompts, 0 stored")[0].replace(",", ""))
+        assert (query, kept[number], counted, warning in outcome.log) == (query, rows, asked, warns)

@@ -83,7 +83,8 @@ def test_recorded_answers_build_the_same_table_without_the_endpoint(project: Pro
 
 def test_what_was_not_recorded_fails(project: Project) -> None:
     with Endpoint() as endpoint:
-        project.llms = {"default": {"engine": "openai", "model": "m", "base_url": endpoint.base_url}}
+        entry = {"engine": "openai", "model": "m", "base_url": endpoint.base_url}
+        project.llms = {"default": entry}
         assert project.dbt("run").success
     assert project.dbt("run-operation", "dbt_llm.record", "--args", "{path: answers.jsonl}").success
     project.config["store"] = {"path": str(project.folder / "ci" / "llm")}

@@ -1,4 +1,4 @@
-"""Typed columns: classify, filter, extract and embed (reports from the field, 5 and 9)."""
+"""Typed columns: classify, filter, extract and embed (reports from the field: 5, 6, 9, 18)."""
 
 import json
 
@@ -144,6 +144,71 @@ def test_json_is_read_from_a_fence_and_after_reasoning(project: Project) -> None
     assert project.generations("count(*)", f"output = '{ALICE}'") == [(4,)]
 
 
+def test_ten_rows_of_a_cte_are_ten_structs(project: Project) -> None:
+    schema = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}
+    script(project, {f"row {i}": json.dumps({"n": i}) for i in range(100)})
+    project.model(
+        "structs",
+        "with rows as (select i, 'row ' || i as body from range(100) t(i) order by i desc limit 10)"
+        f", asked as (select i, llm_generate(body, json_schema := '{json.dumps(schema)}') as r, "
+        """llm_extract(body, '{"n": "INTEGER"}') as f from rows) """
+        "select i, r::json::struct(n integer) as s, f from asked",
+    )
+    outcome = project.dbt("run")
+    assert outcome.success, outcome.log
+    assert outcome.summary("structs").startswith("20 prompts, 0 stored, 20 generated")
+    assert project.query("select i, s, f from structs order by i") == [
+        (i, {"n": i}, {"n": i}) for i in range(90, 100)
+    ]
+
+
+def test_json_that_went_on_in_spaces_until_the_cut_is_asked_once(project: Project) -> None:
+    project.config["max_error_ratio"] = 1.0
+    said = '{"name":' + " \n" * 60
+    project.write(
+        "answers.jsonl",
+        json.dumps({"prompt": "a", "output": said, "error_code": "truncated"}) + "\n",
+    )
+    path = str(project.folder / "answers.jsonl")
+    project.llms = {"default": {"engine": "replay", "answers": path}}
+    project.model("facts", """select llm_extract('a', '{"name": "VARCHAR"}') as f""")
+    run(project)
+    assert project.query("select f from facts") == [(None,)]
+    assert project.generations("error_code, attempts, output") == [("truncated", 1, said)]
+    assert project.dbt("run").summary("facts").startswith("1 prompt, 1 stored, 0 generated")
+
+
+def test_numbers_are_rounded_to_their_type_and_too_large_ones_are_errors(project: Project) -> None:
+    project.config["max_error_ratio"] = 1.0
+    said = {
+        "rounded": '{"price": 3.14159, "share": 0.1}',
+        "large": '{"price": 999.994, "share": 3.4e38}',
+        "rounded up": '{"price": 999.995, "share": 0}',
+        "price": '{"price": 1000, "share": 0}',
+        "share": '{"price": 1, "share": 1e39}',
+        "infinite": '{"price": 1, "share": 1e400}',
+        "digits": '{"price": 1, "share": 1' + "0" * 400 + "}",
+    }
+    script(project, said)
+    project.model(
+        "numbers",
+        """select p, llm_extract(p, '{"price": "DECIMAL(5,2)", "share": "FLOAT"}') as f from """
+        f"(values {', '.join(f'({p!r})' for p in said)}) t(p)",
+    )
+    run(project)
+    assert project.query(
+        "select p, f.price::varchar, f.share from numbers where f is not null"
+    ) == [
+        ("rounded", "3.14", pytest.approx(0.1)),
+        ("large", "999.99", pytest.approx(3.4e38)),
+    ]
+    assert sorted(project.generations("prompt, error_code, output", "status <> 'ok'")) == sorted(
+        (prompt, "invalid_output", said[prompt])
+        for prompt in ("rounded up", "price", "share", "infinite", "digits")
+    )
+    assert project.generations("error", "prompt = 'price'") == [("1000 does not fit its type",)]
+
+
 def test_reasoning_is_removed_from_plain_text(project: Project) -> None:
     script(project, {"a": "<think>Hm.</think>\n\nTwo.", "b": "Two.\n"})
     project.model("answers", "select p, llm_generate(p) as r from (values ('a'), ('b')) t(p)")
@@ -281,6 +346,7 @@ BAD_CALLS = {
     "llm_extract('x', '')": "Malformed JSON",
     "llm_extract('x', '{}')": "Empty object in JSON structure",
     "llm_extract('x', '{\"a\": \"FOO\"}')": "FOO",
+    "llm_extract('x', '{\"a\": \"DECIMAL(39,2)\"}')": "DECIMAL type width must be between 1 and 38",
     "llm_extract('x', '{\"a\": \"BLOB\"}')": "fields: the type 'BLOB' of 'a' is unknown",
     "llm_embed('x', model := 'gpt')": "names the model 'gpt', which is not among",
 }

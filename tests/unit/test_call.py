@@ -270,7 +270,7 @@ def typed(kind, **options):
     [
         ("classify", "c02780c6fb2f5d3f94e4a01420d0dd62ec23b2cae38d5158b7e9645613b17d8f"),
         ("filter", "dc93e35867edd855d3ec4a407fc3a16a22e18feae6172c2780240e711afbf6a0"),
-        ("extract", "a3b39fddac220819384462460cf6d0908d0a280175b12c01d6c328f40d433748"),
+        ("extract", "9a738ab68699dcad09f856ba0f82099538a3fad36f599cdcb9b600cc1e42ff37"),
         ("embed", "b7c89a87d2bd63f79fcab2f1699f867da95c75dc4f25d61a1b82fc29319410b9"),
     ],
 )
@@ -304,8 +304,8 @@ def test_an_extraction_is_told_the_instruction_and_the_fields():
     fields = {"größe": "DOUBLE", "home": {"city": "VARCHAR"}}
     call = call_of(function="extract", fields=fields, instruction="Read the order.").content
     assert user_turn(call, "My text") == (
-        "Read the order.\nAnswer with a JSON object of these fields and types, with null where the "
-        'text does not say it: {"größe": "DOUBLE", "home": {"city": "VARCHAR"}}\n\n'
+        "Read the order.\nAnswer with a JSON object of these fields, with null where the "
+        'text does not say it: "größe" (number), "home" (object of "city" (text))\n\n'
         "Text:\nMy text\n\nJSON:"
     )
     assert call["output"] == {"type": "json", "schema": fields_schema(fields)}

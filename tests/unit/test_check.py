@@ -157,7 +157,9 @@ def test_what_is_no_json_is_an_error_that_keeps_what_was_said(text):
     assert error.startswith("the answer is no JSON: ")
 
 
-@pytest.mark.parametrize("text", ["", ALICE[:-1], "```json\n" + ALICE[:20]])
+@pytest.mark.parametrize(
+    "text", ["", ALICE[:-1], "```json\n" + ALICE[:20], '{"name":' + " \n\t" * 99, "\n" * 99]
+)
 def test_json_that_was_cut_is_truncated(text):
     assert checked(FIELDS, text, "length") == (
         text,

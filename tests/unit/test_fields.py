@@ -8,7 +8,7 @@ from jsonschema import Draft202012Validator
 
 from dbt_llm import sql
 from dbt_llm.engine_replay import made_up_answer
-from dbt_llm.fields import fields_schema, find_misfit
+from dbt_llm.fields import describe_fields, fields_schema, find_misfit, with_ranges
 
 DATE = {"type": "string", "pattern": r"^\d{4}-\d{2}-\d{2}$", "$comment": "DATE"}
 TYPES = {
@@ -92,6 +92,30 @@ def test_fields_may_be_nested():
         "type": "array",
         "items": fields_schema({"city": "VARCHAR"}),
     }
+
+
+def test_fields_are_described_in_words():
+    fields = {
+        "größe": "VARCHAR(40)",
+        'a "b"': ["DATE"],
+        "home": {"city": "TEXT", "since": "TIMESTAMP"},
+        "at": "TIME",
+        "n": "UTINYINT[]",
+        "price": "DECIMAL(9,2)",
+        "paid": "BOOL",
+    }
+    assert describe_fields(fields_schema(fields)) == (
+        '"größe" (text of at most 40 characters), "a \\"b\\"" (list of date as YYYY-MM-DD), '
+        '"home" (object of "city" (text), "since" (date and time as YYYY-MM-DD HH:MM:SS)), '
+        '"at" (time as HH:MM:SS), "n" (list of whole number), "price" (number), '
+        '"paid" (true or false)'
+    )
+
+
+@given(fields=FIELDS)
+def test_all_fields_can_be_described(fields):
+    described = describe_fields(fields_schema(fields))
+    assert all(f"{json.dumps(name, ensure_ascii=False)} (" in described for name in fields)
 
 
 @pytest.mark.parametrize("type_", ["DATE[]", ["DATE"], "date[]", " DATE [] "])
@@ -201,7 +225,13 @@ def test_a_made_up_value_of_the_smallest_type_is_a_value_of_it(connection):
         ("UTINYINT", [0, 255], [-1, 256]),
         ("INTEGER", [2**31 - 1], [3_000_000_000]),
         ("BIGINT", [2**63 - 1], [2**63]),
-        ("DECIMAL(5,2)", [999.99, -999], [1000, 12345.6]),
+        ("DECIMAL(5,2)", [999.99, -999, 999.994], [1000, 12345.6, 999.995, -999.999, 1e400]),
+        ("DECIMAL(5,5)", [0.99999, -0.5, 1e-400], [1, 0.999996]),
+        ("DECIMAL(38)", [10**38 - 1, -(10**20)], [10**38, 1e38]),
+        ("DECIMAL", [123456789012345.5, 0.0001], [10**15, 1e15]),
+        ("NUMERIC(4)", [9999, 9999.4], [9999.5, 10**4]),
+        ("FLOAT", [3.4028235e38, 3.40282356e38, -1e-50, 7], [1e39, -3.4028236e38]),
+        ("REAL", [0.1], [1e39]),
         ("DATE", ["2024-02-29"], ["2026-13-45", "2025-02-29"]),
         ("TIME", ["23:59:59"], ["24:00:01"]),
         ("TIMESTAMP", ["2026-12-31 23:59:59"], ["2026-12-31 25:00:00"]),
@@ -219,3 +249,74 @@ def test_what_a_type_cannot_hold_is_found(connection, type_, holds, too_much):
         assert find_misfit({"a": {"b": [None, value]}}, schema) == value
         (found,) = connection.execute(query, [json.dumps({"a": {"b": [value]}})]).fetchone()
         assert found is None
+
+
+@pytest.mark.parametrize("type_", ["FLOAT", "REAL", "DOUBLE"])
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "1" + "0" * 400])
+def test_a_number_beyond_all_numbers_is_found_where_duckdb_makes_it_infinite(type_, number):
+    value = json.loads(f'{{"f": {number}}}')
+    assert find_misfit(value, fields_schema({"f": type_})) == value["f"]
+
+
+def test_a_whole_number_may_be_too_large_for_a_float():
+    assert find_misfit({"f": 10**39}, fields_schema({"f": "FLOAT"})) == 10**39
+    assert find_misfit({"f": 10**39}, fields_schema({"f": "DOUBLE"})) is None
+
+
+@given(
+    value=st.integers(-(10**6), 10**6) | st.decimals(-1000, 1000, places=8).map(float),
+    type_=st.sampled_from([(5, 2), (3, 0), (4, 3), (6, 5)]),
+)
+def test_a_decimal_fits_where_duckdb_takes_it(connection, value, type_):
+    fields = {"f": "DECIMAL({},{})".format(*type_)}
+    query = f"select from_json(?::varchar, {sql.literal(json.dumps(fields))}).f is null"
+    ((is_null,),) = connection.execute(query, [json.dumps({"f": value})]).fetchall()
+    assert (find_misfit({"f": value}, fields_schema(fields)) is not None) is is_null
+
+
+@pytest.mark.parametrize("type_", ["DECIMAL(39)", "DECIMAL(2,3)", "NUMERIC(0)", "DECIMAL(99, 2)"])
+def test_a_decimal_that_duckdb_does_not_have_is_refused(type_):
+    with pytest.raises(ValueError, match="must have 1 to 38 digits, and no more of them after"):
+        fields_schema({"f": type_})
+
+
+@pytest.mark.parametrize(
+    ("type_", "least", "most"),
+    [
+        ("TINYINT", -128, 127),
+        ("USMALLINT", 0, 65535),
+        ("BIGINT", -(2**63), 2**63 - 1),
+        ("DECIMAL(5,2)", -999.99, 999.99),
+        ("DECIMAL(5,5)", -0.99999, 0.99999),
+        ("DECIMAL", -1e15, 1e15),
+    ],
+)
+def test_a_decoder_is_told_the_range_of_a_number(type_, least, most):
+    schema = fields_schema({"a": [{"f": type_}]})
+    number = schema["properties"]["a"]["anyOf"][0]["items"]["properties"]["f"]["anyOf"][0]
+    assert "minimum" not in number
+    ranged = with_ranges(schema)
+    number.update(minimum=least, maximum=most)
+    assert ranged == schema
+
+
+@pytest.mark.parametrize(
+    "type_", ["UBIGINT", "HUGEINT", "FLOAT", "DOUBLE", "DECIMAL(38,2)", "DECIMAL(9,7)", "DATE"]
+)
+def test_a_decoder_is_told_no_range_that_it_does_not_know(type_):
+    schema = fields_schema({"f": type_})
+    assert with_ranges(schema) == schema
+
+
+def test_comments_of_a_schema_of_the_users_own_are_no_types():
+    schema = {
+        "type": "object",
+        "properties": {
+            "seconds": {"type": "number", "$comment": "TIME"},
+            "price": {"type": "number", "$comment": "DECIMAL amounts"},
+            "day": {"type": ["string", "integer"], "$comment": "DATE"},
+            "$comment": {"type": "integer"},
+        },
+    }
+    assert with_ranges(schema) == schema
+    assert find_misfit({"seconds": 1.5, "price": 1e9, "day": 3, "$comment": 3}, schema) is None
