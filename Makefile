@@ -13,7 +13,7 @@ demo: install weights  ## Run the example project against a real LLM, twice.
 test: install weights $(DUCKDB2)  ## All tests; the functional ones on DuckDB 1.5 and on 2.0.
 	$(PY) -m pytest tests/unit tests/functional
 	PYTHONPATH=$(abspath $(DUCKDB2)) $(PY) -m pytest tests/unit tests/functional
-	$(PY) -m pytest tests/e2e
+	$(PY) -m pytest tests/faults tests/e2e
 
 test-fast: install  ## Unit tests alone.
 	$(PY) -m pytest tests/unit

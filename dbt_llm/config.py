@@ -219,6 +219,9 @@ class ReplayRule(_Section):
     prompt_tokens: NonNegativeInt | None = None
     completion_tokens: NonNegativeInt | None = None
     delay_s: NonNegativeFloat = 0.0
+    death: Literal["engine", "process", "hang"] | None = Field(
+        default=None, description="What the prompt does to the engine; to test what follows."
+    )
 
 
 class ReplayLLM(_LLM):

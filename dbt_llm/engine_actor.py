@@ -33,6 +33,7 @@ class EngineActor:
         self._starting = asyncio.Lock()
         self._secrets: dict[str, Any] = {}
         self._units: dict[str, set[asyncio.Task[Any]]] = {}
+        self._abandoned: set[str] = set()
         self._writers: dict[tuple[str, str], PartWriter] = {}
 
     async def start(self, secrets: dict[str, Any]) -> dict[str, Any]:
@@ -90,6 +91,8 @@ class EngineActor:
 
     async def abandon(self, run_id: str) -> None:
         """Stop working on a run's units; answers in the buffer stay there."""
+        # A unit that Ray hands over later, when its block has come, must not begin either.
+        self._abandoned.add(run_id)
         units = self._units.get(run_id, set())
         for unit in units:
             unit.cancel()
@@ -102,6 +105,9 @@ class EngineActor:
         self._units.pop(run_id, None)
 
     async def _until_abandoned(self, run_id: str, work: Coroutine[Any, Any, None]) -> None:
+        if run_id in self._abandoned:
+            work.close()
+            raise CancelledError("The run was abandoned.")
         unit = asyncio.ensure_future(work)
         self._units.setdefault(run_id, set()).add(unit)
         try:

@@ -8,8 +8,10 @@ come back in shuffled order, so that a mistake in matching them shows.
 import asyncio
 import hashlib
 import json
+import os
 import random
 import re
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from dbt_llm.record import call_key
 from dbt_llm.schema import ANSWERS, ERROR_CODES, Answer, answers_table
 
 _CHARACTERS_PER_TOKEN = 4
+_A_LONG_TIME_S = 24 * 3600.0
 
 
 class ReplayEngine:
@@ -69,6 +72,8 @@ class ReplayEngine:
             async with self._slots:
                 started = time.monotonic()
                 rule = self._rule(of_call, prompt)
+                if rule is not None and rule.death is not None:
+                    _die(rule.death)
                 await asyncio.sleep(self._latency_s + (rule.delay_s if rule else 0.0))
                 answer = self._scripted_answer(prompt_hash, prompt, rule, kind)
                 emit(answers_table([replace(answer, latency_s=time.monotonic() - started)]))
@@ -121,6 +126,14 @@ class ReplayEngine:
             prompt_tokens=tokens if rule.prompt_tokens is None else rule.prompt_tokens,
             completion_tokens=_tokens(output or "") if counted is None else counted,
         )
+
+
+def _die(how: str) -> None:
+    if how == "engine":
+        raise EngineError("the replay engine died, as a rule told it to")
+    if how == "process":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(_A_LONG_TIME_S)
 
 
 def made_up_answer(prompt: str, kind: dict[str, Any] | None = None) -> str:

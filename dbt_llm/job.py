@@ -5,7 +5,8 @@ this code, moves references and metadata only: Ray Data reads the request files 
 engine actors fetch a unit, answer it and write part files, and the driver commits the parts.
 
 A job is a loop of passes. A pass feeds all units to the pool; units that an engine's death took
-away are asked again in the next pass, less what was written before it died.
+away are asked again in the next pass, less what was written before it died. There the units are an
+eighth as large, one at a time, so a request that kills every engine is soon alone, and is given up.
 """
 
 import threading
@@ -13,14 +14,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from dbt_llm.errors import EngineError
 from dbt_llm.job_pass import Pass
 from dbt_llm.job_spec import JobResult, JobSpec
-from dbt_llm.parts import parts_of_run, read_part
+from dbt_llm.parts import PartWriter, parts_of_run, read_part
 from dbt_llm.pool import get_pool
 from dbt_llm.ray_session import connect
-from dbt_llm.spool import missing_requests
+from dbt_llm.schema import REQUESTS, Answer, answers_table
+from dbt_llm.spool import RequestFile, missing_requests
 from dbt_llm.store import Store
+
+_NARROW = 8
+# So often an engine must die of a request that it had alone before the request is given up.
+_LONE_DEATHS = 2
 
 
 def run_job(
@@ -44,23 +52,33 @@ def run_job(
     connect(spec.ray_address)
     pool = get_pool(spec.engine, secrets, spec.replicas, spec.log_folder)
     files = spec.requests
-    number = 0
+    unit_rows: int | None = None
+    number = lone_deaths = 0
     while files:
-        before = result.answered
-        Pass(spec, store, pool, files, result, cancelled, report).run()
+        answered, deaths = result.answered, result.engine_deaths
+        one_pass = Pass(spec, store, pool, files, result, cancelled, report, unit_rows)
+        one_pass.run()
         number += 1
-        if result.engine_deaths:
+        died = result.engine_deaths > deaths
+        if died:
             _take_in_lost_parts(spec, store, result)
         if result.answered >= result.asked:
             break
-        files = missing_requests(
-            files, [part.path for part in result.parts], Path(spec.work_folder) / f"pass-{number}"
-        )
-        if files and result.answered == before and result.engine_deaths == 0:
+        work_folder = Path(spec.work_folder) / f"pass-{number}"
+        files = missing_requests(files, [part.path for part in result.parts], work_folder)
+        rows = sum(file.rows for file in files)
+        if rows and result.answered == answered and not died:
             raise EngineError(
-                f"{sum(file.rows for file in files)} requests got no answer and no error. "
+                f"{rows} requests got no answer and no error. "
                 f"The engine's logs are in {spec.log_folder}."
             )
+        if unit_rows == 1 and died:
+            lone_deaths += 1
+            if lone_deaths == _LONE_DEATHS:
+                _write_off(spec, store, files, result)
+                break
+        if died:
+            unit_rows = max(1, min(one_pass.unit_rows, rows) // _NARROW)
     return result
 
 
@@ -71,3 +89,26 @@ def _take_in_lost_parts(spec: JobSpec, store: Store, result: JobResult) -> None:
     lost = [read_part(path) for path in paths if str(path) not in known]
     store.commit(lost)
     result.parts += lost
+
+
+def _write_off(spec: JobSpec, store: Store, files: list[RequestFile], result: JobResult) -> None:
+    """Code the requests on which engines die, so that they are failed rows like any other."""
+    for file in files:
+        requests = pq.read_table(file.path, schema=REQUESTS)
+        writer = PartWriter(
+            spec.store_folder, file.call.call_hash, file.call.text, spec.provenance, ""
+        )
+        failed = [
+            Answer(
+                prompt_hash,
+                error_code="engine_died",
+                error=f"the engine died {_LONE_DEATHS} times while it had this request alone; "
+                f"its logs are in {spec.log_folder}",
+                attempts=_LONE_DEATHS,
+            )
+            for prompt_hash in requests["prompt_hash"].to_pylist()
+        ]
+        writer.add(answers_table(failed), requests)
+        parts = writer.flush()
+        store.commit(parts)
+        result.parts += parts

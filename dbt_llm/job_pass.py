@@ -17,13 +17,22 @@ from dbt_llm.store import Store
 _UNIT_ROWS = (64, 4000)
 _UNITS_PER_REPLICA = 8
 _POLL_S = 0.2
+# Engines that may die in a row with no unit finished in between; of units of one row, more may.
+_MOST_DEATHS = 3
+_MOST_LONE_DEATHS = 12
+# An engine actor does nothing that keeps it from responding for so long.
+_HUNG_S = 300.0
 _FLUSH_TIMEOUT_S = 60.0
 _ABANDON_TIMEOUT_S = 3.0
 _REPORT_S = 1.0
 
 
 class Pass:
-    """Feeds every unit to the pool once."""
+    """Feeds every unit to the pool once.
+
+    With `unit_rows` given it is careful: one unit at a time on an engine, and what is answered is
+    written before the next, so that an engine's death tells which unit it was.
+    """
 
     def __init__(
         self,
@@ -34,6 +43,7 @@ class Pass:
         result: JobResult,
         cancelled: threading.Event,
         report: Callable[[JobResult], None],
+        unit_rows: int | None = None,
     ) -> None:
         self._spec = spec
         self._store = store
@@ -42,6 +52,8 @@ class Pass:
         self._cancelled = cancelled
         self._report = report
         self._files = files
+        self._careful = unit_rows is not None
+        self.unit_rows = unit_rows or self._roomy_unit_rows()
         self._units = _units([], 1)
         self._exhausted = False
         self._job = {"folder": spec.store_folder, "provenance": asdict(spec.provenance)}
@@ -67,12 +79,11 @@ class Pass:
     def _run(self) -> None:
         import ray
 
-        unit_rows = self._unit_rows()
-        self._units = _units(self._files, unit_rows)
+        self._units = _units(self._files, self.unit_rows)
         started = time.monotonic()
         while True:
             self._start_new()
-            self._feed(unit_rows)
+            self._feed()
             if self._result.generating_since is None and self._under_way():
                 self._result.engine_start_s = time.monotonic() - started
                 self._result.generating_since = time.monotonic()
@@ -101,14 +112,14 @@ class Pass:
             self._result.generating_s = time.monotonic() - since
         self._report(self._result)
 
-    def _unit_rows(self) -> int:
+    def _roomy_unit_rows(self) -> int:
         rows = sum(file.rows for file in self._files)
         smallest, largest = _UNIT_ROWS
         return max(smallest, min(largest, rows // (self._spec.replicas * _UNITS_PER_REPLICA)))
 
     def _start_new(self) -> None:
         waiting = {id(replica) for kind, replica in self._pending.values() if kind == "start"}
-        for replica in self._pool.alive():
+        for replica in self._pool.alive(_MOST_LONE_DEATHS if self.unit_rows == 1 else _MOST_DEATHS):
             if replica.concurrency is None and id(replica) not in waiting:
                 self._pending[replica.actor.start.remote(self._pool.secrets)] = ("start", replica)
 
@@ -124,12 +135,14 @@ class Pass:
                 f"{self._pool.replicas[0].log_path}."
             )
 
-    def _feed(self, unit_rows: int) -> None:
+    def _feed(self) -> None:
         for replica in self._pool.replicas:
             if replica.dead or replica.concurrency is None:
                 continue
             # One unit more than the engine can hold, so it never waits for the driver.
-            wanted = 1 + max(1, -(-replica.concurrency // unit_rows))
+            wanted = 1 + max(1, -(-replica.concurrency // self.unit_rows))
+            if self._careful:
+                wanted = 1
             while self._may_feed and self._under_way(replica) < wanted:
                 unit = next(self._units, None)
                 if unit is None:
@@ -180,6 +193,8 @@ class Pass:
             replica.concurrency = value["concurrency"]
         elif kind == "answer":
             self._pool.deaths = 0
+            if self._careful:
+                self._collect_flush(replica)
         else:
             self._commit([Part(**part) for part in value])
 
@@ -192,10 +207,16 @@ class Pass:
         if time.monotonic() - self._last_flush < self._spec.commit_interval_s:
             return
         self._last_flush = time.monotonic()
-        flushing = {id(replica) for kind, replica in self._pending.values() if kind == "flush"}
-        for replica in self._pool.replicas:
-            if not replica.dead and replica.concurrency and id(replica) not in flushing:
+        now = self._last_flush
+        flushing = {replica for kind, replica in self._pending.values() if kind == "flush"}
+        for replica in list(self._pool.replicas):
+            if replica.dead or not replica.concurrency:
+                continue
+            if replica not in flushing:
+                replica.flush_sent = now
                 self._pending[replica.actor.flush.remote(self._run_id)] = ("flush", replica)
+            elif now - replica.flush_sent > _HUNG_S:
+                self._lose(replica, f"it did not respond for {_HUNG_S:g} s")
 
     def _stop_asking(self) -> None:
         """Have the engines drop what is under way; what is answered stays."""
@@ -207,6 +228,19 @@ class Pass:
         references = [replica.actor.abandon.remote(self._run_id) for replica in started]
         with contextlib.suppress(RayError):
             ray.get(references, timeout=_ABANDON_TIMEOUT_S)
+        self._forget_units()
+
+    def _forget_units(self) -> None:
+        """Take what has become of the units; Ray prints the errors that nobody takes."""
+        import ray
+        from ray.exceptions import RayError
+
+        units = [reference for reference, (kind, _) in self._pending.items() if kind == "answer"]
+        if units:
+            done, _ = ray.wait(units, num_returns=len(units), timeout=_POLL_S)
+            for reference in done:
+                with contextlib.suppress(RayError):
+                    ray.get(reference)
 
     def _flush_all(self, finish: bool = False) -> None:
         for reference, (kind, replica) in list(self._pending.items()):

@@ -11,7 +11,6 @@ from dbt_llm.engine_actor import EngineActor
 from dbt_llm.errors import EngineError
 
 _CONCURRENT_METHODS = 1000
-_MAX_DEATHS = 3
 
 _lock = threading.Lock()
 _pools: dict[str, "Pool"] = {}
@@ -27,6 +26,8 @@ class Replica:
     concurrency: int | None = None
     """None until the engine has started."""
     dead: bool = False
+    flush_sent: float = 0.0
+    """When it was last told to write, on the monotonic clock."""
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Pool:
     last_words: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def alive(self) -> list[Replica]:
+    def alive(self, most_deaths: int) -> list[Replica]:
         """Return the replicas, and start those that are missing.
 
         Raises:
@@ -51,7 +52,7 @@ class Pool:
         """
         with self.lock:
             self.replicas = [replica for replica in self.replicas if not replica.dead]
-            if len(self.replicas) < self.size and self.deaths >= _MAX_DEATHS:
+            if len(self.replicas) < self.size and self.deaths >= most_deaths:
                 raise EngineError(
                     f"The engine of {self.config['model']} died {self.deaths} times without "
                     f"finishing anything in between: {self.last_words}. Its logs are in "
