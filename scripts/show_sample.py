@@ -127,10 +127,11 @@ def show_rest(console: Console, connection: duckdb.DuckDBPyConnection) -> None:
     facts = Table(title="ticket_facts: llm_filter, then llm_extract", expand=True)
     facts.add_column("ticket", justify="right")
     facts.add_column("body", ratio=1)
-    for name in ("about", "days waited", "amount"):
-        facts.add_column(name, justify="left" if name == "about" else "right")
+    facts.add_column("about", ratio=1)
+    for name in ("days waited", "amount"):
+        facts.add_column(name, justify="right")
     for ticket_id, *values in connection.execute(FACTS).fetchall():
-        facts.add_row(str(ticket_id), *(shorten(value, 60) for value in values))
+        facts.add_row(str(ticket_id), *(shorten(value) for value in values))
     console.print(facts)
 
     pairs = Table(title="similar_subjects: llm_embed", expand=True)
