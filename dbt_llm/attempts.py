@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dbt_llm.openai_failure import Failure, Retry
-from dbt_llm.throttle import Throttle, Ticket
+from dbt_llm.throttle import Dismissed, Throttle, Ticket
 
 T = TypeVar("T")
 
@@ -50,26 +50,28 @@ async def persist(
     is_stopped: Callable[[], bool],
     used_tokens: Callable[[T], int],
     first: bool = False,
+    group: object = None,
 ) -> Outcome[T] | None:
     """Make attempts, each when the throttle says so; return None when stopped before the first.
 
     `tokens` are expected to be used, `used_tokens` says how many were. `first`: before all others.
+    `group` is what the throttle may be told to dismiss.
     """
     attempts = tries = 0
     first_sent: float | None = None
     latency_s = 0.0
     failure: Failure | None = None
-    while True:
-        left_s = _left_s(patience, first_sent)
-        if left_s < _SHORTEST_S:
+    while not is_stopped():
+        left_s = None if first_sent is None else _left_s(patience, first_sent)
+        if left_s is not None and left_s < _SHORTEST_S:
             break
         try:
-            async with asyncio.timeout(None if first_sent is None else left_s):
-                ticket = await throttle.enter(tokens, first=first or attempts > 0)
-        except TimeoutError:
+            async with asyncio.timeout(left_s):
+                ticket = await throttle.enter(tokens, first or attempts > 0, group)
+        except (TimeoutError, Dismissed):
             break
         if is_stopped():
-            throttle.failed(ticket)
+            throttle.give_back(ticket)
             break
         sent = time.monotonic()
         first_sent = sent if first_sent is None else first_sent
@@ -88,7 +90,8 @@ async def persist(
             tries += 1
             if tries >= patience.tries:
                 break
-            await asyncio.sleep(min(_backoff_s(tries), _left_s(patience, first_sent)))
+            wait_s = max(_backoff_s(tries), failure.retry_after_s or 0.0)
+            await asyncio.sleep(min(wait_s, _left_s(patience, first_sent)))
     if first_sent is None:
         return None
     return Outcome(None, failure, attempts, latency_s, first_sent)
@@ -115,13 +118,13 @@ def _tell(throttle: Throttle, ticket: Ticket, failure: Failure) -> None:
         throttle.refused(ticket, failure.retry_after_s)
     elif failure.retry is Retry.FEWER:
         throttle.overloaded(ticket, failure.retry_after_s)
+    elif failure.retry is Retry.LATER:
+        throttle.stumbled(ticket)
     else:
         throttle.failed(ticket)
 
 
-def _left_s(patience: Patience, first_sent: float | None) -> float:
-    if first_sent is None:
-        return patience.request_s
+def _left_s(patience: Patience, first_sent: float) -> float:
     return max(0.0, first_sent + patience.request_s - time.monotonic())
 
 

@@ -1,6 +1,7 @@
 """The plugin's config in the dbt profile: checked as a whole, all problems reported together."""
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -21,7 +22,7 @@ from pydantic import (
 
 from dbt_llm.errors import ConfigError
 
-_SECRET_KEYS = {"api_key", "base_url", "headers", "query", "proxy"}
+_SECRET_KEYS = {"api_key", "api_key_env", "base_url", "headers", "query", "proxy"}
 _OPENAI = "https://api.openai.com/v1"
 
 
@@ -159,12 +160,25 @@ class OpenAILLM(_LLM):
     @field_validator("base_url")
     @classmethod
     def _is_plain(cls, base_url: str) -> str:
-        parts = urlsplit(base_url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
+        try:
+            parts = urlsplit(base_url)
+            valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            # Its message may repeat the address.
+            valid = False
+        if not valid:
             raise ValueError("is no http:// or https:// address")
         if parts.username or parts.password or parts.query:
             raise ValueError("holds a user, a password or a query; use api_key, headers and query")
         return base_url
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _is_a_name(cls, name: str | None) -> str | None:
+        # Somebody may give the key itself.
+        if name is not None and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:
+            raise ValueError("is no name of an environment variable")
+        return name
 
     @field_validator("on_long_prompt")
     @classmethod
@@ -193,10 +207,11 @@ class OpenAILLM(_LLM):
                     f"The environment variable {self.api_key_env} (api_key_env of the model "
                     f"{self.model}) is not set. Set it to the key of {self.base_url}."
                 )
-        elif key is None and self.base_url == _OPENAI:
+        elif key is None and self.base_url.rstrip("/") == _OPENAI:
             key = os.environ.get("OPENAI_API_KEY")
         return {
-            "api_key": key,
+            # A line break at its end comes from a file, and could not be sent.
+            "api_key": key.strip() if key is not None else None,
             "headers": {name: value.get_secret_value() for name, value in self.headers.items()},
             "query": {name: value.get_secret_value() for name, value in self.query.items()},
             "proxy": self.proxy.get_secret_value() if self.proxy is not None else None,

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from typing import Any
 
 import pyarrow as pa
@@ -16,7 +17,8 @@ import pyarrow as pa
 from dbt_llm.attempts import Outcome, Patience, T, persist
 from dbt_llm.call import canonical_json
 from dbt_llm.engine import Emit
-from dbt_llm.errors import EndpointError, EngineError
+from dbt_llm.errors import EndpointError
+from dbt_llm.openai_client import extra_arguments, import_openai, new_client, to_mask
 from dbt_llm.openai_failure import Failure, Retry, cleaner, failure_of
 from dbt_llm.openai_request import (
     chat_body,
@@ -33,7 +35,6 @@ _CONTROL = "Hi"
 _CONTROL_TOKENS = 16
 # So many suspicious refusals in a row are looked into even where requests went well before.
 _SUSPICIOUS = 5
-_CONNECT_S = 15.0
 _SMOOTHING = 0.05
 
 Row = tuple[str, str]
@@ -59,32 +60,13 @@ class OpenAIEngine:
 
     def __init__(self, config: dict[str, Any], secrets: dict[str, Any]) -> None:
         """`secrets` holds api_key (None: send none), headers, query and proxy."""
-        try:
-            import openai
-        except ImportError as error:
-            raise EngineError(
-                f"The openai engine needs the openai SDK, which cannot be imported ({error}). "
-                "Install it with pip install 'dbt-llm[openai]'."
-            ) from error
+        import_openai()
         self._config = config
-        self.version: str = openai.__version__
+        self.version: str = version("openai")
         self.concurrency: int = config["max_concurrency"]
-        headers, query = secrets["headers"], secrets["query"]
-        every = (secrets["api_key"], secrets["proxy"], *headers.values(), *query.values())
-        self._secrets = [secret for secret in every if secret]
-        # Without a key no Authorization header is sent, for some servers refuse any.
-        self._per_request: dict[str, Any] = (
-            {} if secrets["api_key"] else {"extra_headers": {"Authorization": openai.Omit()}}
-        )
-        self._client = openai.AsyncOpenAI(
-            api_key=secrets["api_key"] or "unused",
-            base_url=config["base_url"],
-            default_headers=headers,
-            default_query=query,
-            max_retries=0,
-            timeout=None,
-            http_client=_http_client(config, secrets["proxy"]),
-        )
+        self._secrets = to_mask(secrets)
+        self._client = new_client(config, secrets)
+        self._per_request = extra_arguments(secrets)
         self._patience = Patience(
             config["attempt_timeout_s"], config["request_timeout_s"], config["max_attempts"]
         )
@@ -149,11 +131,11 @@ class OpenAIEngine:
             outbox.add(_failed(row[0], outcome))
 
     async def _complete(
-        self, row: Row, call: dict[str, Any], standing: _Standing, control: bool = False
+        self, row: Row, call: dict[str, Any], standing: _Standing, control: Patience | None = None
     ) -> Outcome[Answer] | None:
         prompt_hash, prompt = row
         body = chat_body(call, prompt, self._config)
-        if control:
+        if control is not None:
             body[self._config["max_tokens_parameter"]] = _CONTROL_TOKENS
         clean = cleaner(self._secrets, prompt)
         sent_text = "".join(message["content"] for message in body["messages"])
@@ -182,18 +164,24 @@ class OpenAIEngine:
             for answer in outcome.value:
                 outbox.add(replace(answer, latency_s=outcome.latency_s, attempts=outcome.attempts))
             return
+        if await self._concerns_all(outcome, call, standing):
+            return
         assert outcome.failure is not None
         if len(rows) > 1 and outcome.failure.retry in {Retry.NEVER, Retry.LATER}:
             # One text of many may be at fault: the halves are asked on their own.
             middle = len(rows) // 2
             await self._embed(rows[:middle], call, standing, outbox)
             await self._embed(rows[middle:], call, standing, outbox)
-        elif not await self._concerns_all(outcome, call, standing):
+        else:
             for prompt_hash, _ in rows:
                 outbox.add(_failed(prompt_hash, outcome))
 
     async def _vectors(
-        self, rows: list[Row], call: dict[str, Any], standing: _Standing, control: bool = False
+        self,
+        rows: list[Row],
+        call: dict[str, Any],
+        standing: _Standing,
+        control: Patience | None = None,
     ) -> Outcome[list[Answer]] | None:
         texts = [prompt for _, prompt in rows]
         clean = cleaner(self._secrets, "\n".join(texts))
@@ -219,13 +207,20 @@ class OpenAIEngine:
         tokens: float,
         standing: _Standing,
         used_tokens: Callable[[T], int],
-        control: bool,
+        control: Patience | None,
     ) -> Outcome[T] | None:
         def is_stopped() -> bool:
-            return standing.stopped is not None and not control
+            return standing.stopped is not None and control is None
 
         outcome = await persist(
-            once, self._throttle, tokens, self._patience, is_stopped, used_tokens, first=control
+            once,
+            self._throttle,
+            tokens,
+            control or self._patience,
+            is_stopped,
+            used_tokens,
+            first=control is not None,
+            group=standing if control is None else None,
         )
         if outcome is not None and outcome.value is not None:
             standing.accepted, standing.refused = True, 0
@@ -235,12 +230,11 @@ class OpenAIEngine:
     def _guarded(
         self, once: Callable[[], Awaitable[T | Failure]], clean: Callable[[str], str]
     ) -> Callable[[], Awaitable[T | Failure]]:
-        import openai
-
         async def guarded() -> T | Failure:
             try:
                 return await once()
-            except (openai.OpenAIError, ValueError) as error:
+            # A reply may be anything; the SDK and what reads it may stumble over it in any way.
+            except Exception as error:
                 return failure_of(error, self._config["max_retry_after_s"], clean)
 
         return guarded
@@ -253,44 +247,55 @@ class OpenAIEngine:
         assert failure is not None
         if standing.stopped is not None:
             return failure.alike or failure.retry is not Retry.NEVER
-        if failure.retry is not Retry.NEVER:
-            if self._answered_at < outcome.first_sent:
-                standing.stopped = self._unavailable(failure, outcome.attempts)
-            return standing.stopped is not None
-        if not failure.alike:
-            return False
-        standing.refused += 1
-        if standing.accepted and standing.refused < _SUSPICIOUS:
+        if failure.retry is Retry.NEVER:
+            if not failure.alike:
+                return False
+            standing.refused += 1
+            # No row is at fault for a key or a quota.
+            may_be_the_row = failure.code == "invalid_request"
+            if standing.accepted and may_be_the_row and standing.refused < _SUSPICIOUS:
+                return False
+        elif self._answered_at >= outcome.first_sent:
             return False
         async with standing.checking:
             if standing.stopped is None and standing.checked_at < outcome.first_sent:
-                await self._check(call, standing)
+                standing.stopped = await self._check(outcome, call, standing)
+                if standing.stopped is not None:
+                    self._throttle.dismiss(standing)
         return standing.stopped is not None
 
-    async def _check(self, call: dict[str, Any], standing: _Standing) -> None:
+    async def _check(
+        self, seen: Outcome[Any], call: dict[str, Any], standing: _Standing
+    ) -> EndpointError | None:
         """Send a request that nothing is wrong with but what is wrong with all."""
+        assert seen.failure is not None
         row = ("", _CONTROL)
+        # Where others were patient with a server that does not answer, once is enough.
+        once = replace(self._patience, tries=1)
+        patience = self._patience if seen.failure.retry is Retry.NEVER else once
         outcome: Outcome[Any] | None
         if call["output"]["type"] == "embedding":
-            outcome = await self._vectors([row], call, standing, control=True)
+            outcome = await self._vectors([row], call, standing, control=patience)
         else:
-            outcome = await self._complete(row, call, standing, control=True)
+            outcome = await self._complete(row, call, standing, control=patience)
         standing.refused = 0
         standing.checked_at = time.monotonic()
         assert outcome is not None
-        if outcome.failure is not None and outcome.failure.alike:
-            standing.stopped = EndpointError(
-                f"{self._where()} refuses every request: {outcome.failure.message}. "
-                f"{_advice(outcome.failure)} "
+        failure = outcome.failure
+        if failure is None:
+            return None
+        if failure.alike:
+            return EndpointError(
+                f"{self._where()} refuses every request: {failure.message}. {_advice(failure)} "
                 "What was answered before is stored; the refused requests are asked again by the "
                 "next run."
             )
-
-    def _unavailable(self, failure: Failure, attempts: int) -> EndpointError:
+        if failure.retry is Retry.NEVER or seen.failure.retry is Retry.NEVER:
+            return None
         return EndpointError(
-            f"{self._where()} does not answer: {failure.message} ({attempts} attempts, the last "
-            f"ended with {failure.code}). Check that the server runs and that base_url is right. "
-            "What was answered before is stored; the next run asks for the rest."
+            f"{self._where()} does not answer: {failure.message} (after {seen.attempts} attempts "
+            f"that ended with {seen.failure.code}). Check that the server runs and that base_url "
+            "is right. What was answered before is stored; the next run asks for the rest."
         )
 
     def _where(self) -> str:
@@ -322,25 +327,4 @@ def _advice(failure: Failure) -> str:
     return (
         "Check model, base_url, max_tokens_parameter, structured_outputs and sampling of the LLM "
         "in the profile, and the options of the call (docs/endpoints.md lists what servers know)."
-    )
-
-
-def _http_client(config: dict[str, Any], proxy: str | None) -> Any:
-    import importlib
-    import ssl
-
-    import openai
-
-    # The SDK's own HTTP library: httpx, and httpx2 since 3.0.
-    clients = (kind.__module__ for kind in openai.DefaultAsyncHttpxClient.__mro__)
-    http = importlib.import_module(next(name for name in clients if name.startswith("httpx")))
-    verify: Any = True
-    if config["ca_file"] is not None:
-        verify = ssl.create_default_context(cafile=config["ca_file"])
-    most = config["max_concurrency"]
-    return openai.DefaultAsyncHttpxClient(
-        verify=verify,
-        proxy=proxy,
-        timeout=openai.Timeout(None, connect=_CONNECT_S),
-        limits=http.Limits(max_connections=most, max_keepalive_connections=most),
     )

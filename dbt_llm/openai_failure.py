@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC
 from email.utils import parsedate_to_datetime
 from enum import Enum
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 _LONGEST_MESSAGE = 300
 # So many characters in a row that a message shares with its prompt are taken for a quotation.
 _QUOTED = 24
+# A whole prompt of so many characters is one even where it is shorter.
+_WHOLE = 8
 
 
 class Retry(Enum):
@@ -70,11 +73,11 @@ def failure_of_status(
     """Classify a reply by its HTTP status and the error object in its body."""
     detail = _detail(body)
     code, type_ = detail.get("code"), detail.get("type")
-    message = clean(_message(status, detail, body))
+    message = clean(_message(status, detail))
     if _is_filtered(detail):
         return Failure("content_filter", message, Retry.NEVER)
     if status == 429:
-        if "insufficient_quota" in {code, type_}:
+        if "insufficient_quota" in (code, type_):
             return Failure("rate_limited", message, Retry.NEVER, alike=True)
         return Failure("rate_limited", message, Retry.SLOWER, retry_after_s)
     if status in {408, 409, 425} or status >= 500:
@@ -101,16 +104,21 @@ def retry_after(headers: Any, now: float) -> float | None:
     if seconds is not None or text is None:
         return seconds
     try:
-        return max(0.0, float(parsedate_to_datetime(str(text)).timestamp()) - now)
-    except ValueError:
+        date = parsedate_to_datetime(str(text))
+    except (ValueError, IndexError):
         return None
+    # A date without a zone is one of GMT, the only zone of HTTP.
+    date = date if date.tzinfo is not None else date.replace(tzinfo=UTC)
+    return max(0.0, date.timestamp() - now)
 
 
 def cleaner(secrets: list[str], prompt: str) -> Clean:
     """Return a function that takes secrets and quotations of the prompt out of a message."""
-    forms = "\n".join([prompt, json.dumps(prompt), repr(prompt)])
 
     def clean(message: str) -> str:
+        # Only now: most prompts are never in a message.
+        escaped = (json.dumps(prompt), json.dumps(prompt, ensure_ascii=False), repr(prompt))
+        forms = [prompt, *(text[1:-1] for text in escaped)]
         for secret in secrets:
             message = message.replace(secret, "***")
         message = re.sub(r"\s+", " ", _without_quotations(message[:4000], forms)).strip()
@@ -120,34 +128,39 @@ def cleaner(secrets: list[str], prompt: str) -> Clean:
     return clean
 
 
-def _without_quotations(message: str, forms: str) -> str:
+def _without_quotations(message: str, forms: list[str]) -> str:
+    for form in forms:
+        if len(form) >= _WHOLE:
+            message = message.replace(form, "[…]")
+    quotable = "\n".join(forms)
     kept, at = [], 0
     while at < len(message):
-        if len(message) - at >= _QUOTED and message[at : at + _QUOTED] in forms:
+        if len(message) - at >= _QUOTED and message[at : at + _QUOTED] in quotable:
             end = at + _QUOTED
-            while end < len(message) and message[end - _QUOTED + 1 : end + 1] in forms:
+            while end < len(message) and message[end - _QUOTED + 1 : end + 1] in quotable:
                 end += 1
             kept.append("[…]")
             at = end
         else:
             kept.append(message[at])
             at += 1
-    text = "".join(kept)
-    whole = forms.partition("\n")[0]
-    return text.replace(whole, "[…]") if len(whole) >= _QUOTED // 3 else text
+    return "".join(kept)
 
 
 def _detail(body: Any) -> dict[str, Any]:
     # Gemini sends a list of one; SGLang has no `error` around it.
     if isinstance(body, list):
         body = body[0] if body else None
-    if isinstance(body, dict) and isinstance(body.get("error"), dict):
+    if isinstance(body, dict) and isinstance(body.get("error"), dict | str):
         body = body["error"]
+    if isinstance(body, str):
+        return {"message": body}
     return body if isinstance(body, dict) else {}
 
 
-def _message(status: int, detail: dict[str, Any], body: Any) -> str:
-    words = detail.get("message") or (body if isinstance(body, str) else "")
+def _message(status: int, detail: dict[str, Any]) -> str:
+    # FastAPI says `detail`.
+    words = detail.get("message") or detail.get("detail")
     code = detail.get("code") or detail.get("type")
     named = f" {code}" if isinstance(code, str) else ""
     return f"HTTP {status}{named}: {words}" if words else f"HTTP {status}{named}"
@@ -156,7 +169,7 @@ def _message(status: int, detail: dict[str, Any], body: Any) -> str:
 def _is_filtered(detail: dict[str, Any]) -> bool:
     inner = detail.get("innererror")
     inner_code = inner.get("code") if isinstance(inner, dict) else None
-    filtered = {"content_filter", "content_policy_violation"}
+    filtered = ("content_filter", "content_policy_violation")
     return detail.get("code") in filtered or inner_code == "ResponsibleAIPolicyViolation"
 
 

@@ -14,6 +14,19 @@ from dbt_llm.schema import Answer
 _BYTES_PER_TOKEN = 4
 # Keywords that steer our own check or that few servers' decoders know; the check applies them.
 _NOT_SENT = {"$comment", "maxLength"}
+# Their keys are names of the user's, not keywords.
+_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_VALUES = {"enum", "const", "default", "examples"}
+# What OpenAI's strict mode knows ("Structured model outputs", supported schemas).
+_STRICT_KEYWORDS = {
+    *("type", "properties", "required", "additionalProperties", "items", "anyOf", "enum", "const"),
+    *("$ref", "$defs", "definitions", "title", "description", "pattern", "format"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    *("minItems", "maxItems"),
+}
+_SAYS_WHAT = {"type", "anyOf", "enum", "const", "$ref"}
+# What servers write for an answer that they gave up.
+_BROKEN_OFF = ("error", "abort")
 
 
 def chat_body(call: dict[str, Any], prompt: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -43,27 +56,33 @@ def read_completion(
 
     `wrapped`: choices were asked for as an object (see `_response_format`).
     """
-    choices = getattr(completion, "choices", None) or []
-    message = getattr(choices[0], "message", None) if choices else None
+    choices = getattr(completion, "choices", None)
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    message = getattr(choice, "message", None)
     if message is None:
         return _no_answer(completion, clean)
-    reason = choices[0].finish_reason
+    # The SDK checks no types, and sets nothing that the reply leaves out.
+    content = _text(getattr(message, "content", None))
+    reason = getattr(choice, "finish_reason", None)
+    if reason in _BROKEN_OFF:
+        return Failure("server_error", f"the answer ended with {reason!r}", Retry.LATER)
     answer = _with_usage(
-        Answer(prompt_hash, output=message.content, finish_reason=reason),
+        Answer(prompt_hash, output=content, finish_reason=_text(reason)),
         getattr(completion, "usage", None),
         sent_text,
     )
     if reason == "content_filter":
         return _failed(answer, "content_filter", "the answer was cut by the server's filter")
-    if message.content is None:
-        refusal = getattr(message, "refusal", None)
+    if not content:
+        refusal = _text(getattr(message, "refusal", None))
         if refusal:
             refused = replace(answer, output=refusal)
             return _failed(refused, "content_filter", "the model refused to answer")
         if reason == "length":
             return _failed(answer, "truncated", "max_tokens was reached before the answer began")
+    if content is None:
         return _failed(answer, "invalid_output", "the answer has no text")
-    return replace(answer, output=_unwrap(message.content)) if wrapped else answer
+    return replace(answer, output=_unwrap(content)) if wrapped else answer
 
 
 def read_embeddings(
@@ -71,22 +90,25 @@ def read_embeddings(
 ) -> list[Answer] | Failure:
     """Return the vectors of some (prompt hash, text), matched by their `index`."""
     data = getattr(reply, "data", None)
-    if not data or sorted(item.index for item in data) != list(range(len(rows))):
+    vectors = {
+        getattr(item, "index", None): getattr(item, "embedding", None)
+        for item in (data if isinstance(data, list) else [])
+    }
+    if set(vectors) != set(range(len(rows))) or not all(map(_is_vector, vectors.values())):
         return _no_answer(reply, clean)
     lengths = [estimate_tokens(text) for _, text in rows]
-    usage = getattr(reply, "usage", None)
-    total = usage.prompt_tokens if usage is not None else sum(lengths)
-    shares = _share_out(total, lengths)
+    total = _count(getattr(reply, "usage", None), "prompt_tokens")
+    shares = _share_out(sum(lengths) if total is None else total, lengths)
     return [
         Answer(
-            rows[item.index][0],
-            embedding=item.embedding,
-            prompt_tokens=shares[item.index],
+            prompt_hash,
+            embedding=vectors[index],
+            prompt_tokens=shares[index],
             completion_tokens=0,
             # A server counts the tokens of all texts together.
-            tokens_estimated=usage is None or len(rows) > 1,
+            tokens_estimated=total is None or len(rows) > 1,
         )
-        for item in data
+        for index, (prompt_hash, _) in enumerate(rows)
     ]
 
 
@@ -117,7 +139,7 @@ def _response_format(output: dict[str, Any], how: str) -> dict[str, Any] | None:
     else:
         schema = _sent(output["schema"])
     shape: dict[str, Any] = {"name": "answer", "schema": schema}
-    if _may_be_strict(schema):
+    if schema.get("type") == "object" and _may_be_strict(schema):
         shape["strict"] = True
     return {"type": "json_schema", "json_schema": shape}
 
@@ -129,9 +151,9 @@ def _sent(schema: Any) -> Any:
         return schema
     sent = {}
     for key, value in schema.items():
-        if key == "properties":
+        if key in _NAMED and isinstance(value, dict):
             sent[key] = {name: _sent(part) for name, part in value.items()}
-        elif key in {"enum", "const", "default", "examples"}:
+        elif key in _VALUES:
             sent[key] = value
         elif key not in _NOT_SENT:
             sent[key] = _sent(value)
@@ -139,21 +161,27 @@ def _sent(schema: Any) -> Any:
 
 
 def _may_be_strict(schema: Any) -> bool:
-    """Tell whether every object names all its properties as required and allows no other.
+    """Tell whether every part says its type, and every object all its properties.
 
-    This is what OpenAI's strict mode asks of a schema; it refuses others.
+    OpenAI's strict mode wants all properties required, no others allowed, and few keywords; it
+    refuses other schemas.
     """
-    if isinstance(schema, list):
-        return all(_may_be_strict(part) for part in schema)
-    if not isinstance(schema, dict):
-        return True
-    properties = schema.get("properties")
-    if schema.get("type") == "object" or properties is not None:
+    if not isinstance(schema, dict) or not _STRICT_KEYWORDS.issuperset(schema):
+        return False
+    properties = schema.get("properties", {})
+    kind = schema.get("type")
+    if kind == "object" or (isinstance(kind, list) and "object" in kind) or properties:
         closed = schema.get("additionalProperties") is False
-        if not closed or set(schema.get("required", [])) != set(properties or {}):
+        if not closed or set(schema.get("required", [])) != set(properties):
             return False
-    parts = [*schema.values(), *(properties or {}).values()]
-    return all(_may_be_strict(part) for part in parts if part is not properties)
+    elif not _SAYS_WHAT.intersection(schema):
+        return False
+    parts = [*schema.get("anyOf", []), *properties.values()]
+    for name in ("$defs", "definitions"):
+        parts += schema.get(name, {}).values()
+    if "items" in schema:
+        parts.append(schema["items"])
+    return all(map(_may_be_strict, parts))
 
 
 def _unwrap(text: str) -> str:
@@ -167,8 +195,8 @@ def _unwrap(text: str) -> str:
 
 
 def _with_usage(answer: Answer, usage: Any, sent_text: str) -> Answer:
-    prompt_tokens = getattr(usage, "prompt_tokens", None)
-    completion_tokens = getattr(usage, "completion_tokens", None)
+    prompt_tokens = _count(usage, "prompt_tokens")
+    completion_tokens = _count(usage, "completion_tokens")
     if prompt_tokens is not None and completion_tokens is not None:
         return replace(answer, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
     return replace(
@@ -177,6 +205,23 @@ def _with_usage(answer: Answer, usage: Any, sent_text: str) -> Answer:
         completion_tokens=estimate_tokens(answer.output or ""),
         tokens_estimated=True,
     )
+
+
+def _text(value: Any) -> str | None:
+    """Return a text; some servers send the parts of one, others a number or an object."""
+    if isinstance(value, list):
+        texts = [part.get("text") for part in value if isinstance(part, dict)]
+        return "".join(text for text in texts if isinstance(text, str)) or None
+    return value if isinstance(value, str) else None
+
+
+def _is_vector(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(number, int | float) for number in value)
+
+
+def _count(usage: Any, name: str) -> int | None:
+    count = getattr(usage, name, None)
+    return int(count) if isinstance(count, int | float) and 0 <= count < 2**53 else None
 
 
 def _share_out(total: int, weights: list[int]) -> list[int]:
@@ -193,10 +238,10 @@ def _share_out(total: int, weights: list[int]) -> list[int]:
 def _no_answer(reply: Any, clean: Clean) -> Failure:
     # Some servers report an error with status 200; its code is then the status.
     error = getattr(reply, "error", None)
-    if isinstance(error, dict):
-        status = error.get("code")
-        known = status if isinstance(status, int) and 400 <= status < 600 else 500
-        return failure_of_status(known, error, clean)
+    if isinstance(error, dict | str):
+        code = str(error.get("code")) if isinstance(error, dict) else ""
+        status = int(code) if code.isdecimal() and 400 <= int(code) < 600 else 500
+        return failure_of_status(status, error, clean)
     return Failure(
         "server_error",
         f"the reply is no answer: {clean(str(reply))}"

@@ -20,6 +20,9 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 5.0
 _TICK_S = 0.001
 _KNOWN_S = 0.1
+_MANY_STUMBLES = 5
+# Tokens that were expected and not used may be given to others for so long.
+_TOKENS_LATE_S = 1.0
 
 
 @dataclass
@@ -28,7 +31,8 @@ class Ticket:
 
     cycle: Cycle
     sent_at: float
-    epoch: int
+    epoch: Cycle
+    """Requests sent since the last refusal of any kind."""
     tokens: float
     """Reserved for it."""
     filled: bool
@@ -36,9 +40,14 @@ class Ticket:
     probe: bool = False
 
 
+class Dismissed(Exception):
+    """A request that waited is no longer wanted."""
+
+
 @dataclass(eq=False)
 class _Waiting:
     tokens: float
+    group: object
     passed: asyncio.Future[Ticket] = field(default_factory=asyncio.Future)
 
 
@@ -55,20 +64,27 @@ class Throttle:
         """`slow_s`: with answers that take longer, concurrency is not raised."""
         self._loop = asyncio.get_running_loop()
         self._requests = Pacer(requests_per_minute / 60) if requests_per_minute else None
-        self._tokens = Pacer(tokens_per_minute / 60) if tokens_per_minute else None
+        self._tokens = Pacer(tokens_per_minute / 60, _TOKENS_LATE_S) if tokens_per_minute else None
         self._rate = LearnedRate(self._loop.time())
         self.window = Window(max_concurrency, slow_s)
         self._waiting: deque[_Waiting] = deque()
         self._closed_until = 0.0
-        self._epoch = 0
+        self._epoch = Cycle(self._loop.time())
         # Refusals in a row, each after a pause, with nothing accepted in between.
         self._refusals = 0
+        self._stumbles = 0
+        # Whether the last refusal was for too many at the same time.
+        self._too_many = False
         self._probing = False
         self._timer: asyncio.TimerHandle | None = None
 
-    async def enter(self, tokens: float = 0.0, first: bool = False) -> Ticket:
-        """Wait for the turn of a request; `first`: before all others that wait."""
-        waiting = _Waiting(tokens)
+    async def enter(self, tokens: float = 0.0, first: bool = False, group: object = None) -> Ticket:
+        """Wait for the turn of a request; `first`: before all others that wait.
+
+        Raises:
+            Dismissed: by `dismiss`, which names the group.
+        """
+        waiting = _Waiting(tokens, group)
         if first:
             self._waiting.appendleft(waiting)
         else:
@@ -79,15 +95,41 @@ class Throttle:
         except asyncio.CancelledError:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
-            elif waiting.passed.done() and not waiting.passed.cancelled():
-                self.failed(waiting.passed.result())
+            elif not waiting.passed.cancelled() and waiting.passed.exception() is None:
+                self.give_back(waiting.passed.result())
             raise
+
+    def dismiss(self, group: object) -> None:
+        """Turn away all requests of a group that wait."""
+        kept: deque[_Waiting] = deque()
+        for waiting in self._waiting:
+            if waiting.group is not group:
+                kept.append(waiting)
+            elif not waiting.passed.done():
+                waiting.passed.set_exception(Dismissed())
+        self._waiting = kept
+        self._let_pass()
+
+    def give_back(self, ticket: Ticket) -> None:
+        """Note that the request was not sent after all."""
+        ticket.cycle.sent -= 1
+        ticket.epoch.sent -= 1
+        if self._requests is not None:
+            self._requests.correct(-1)
+        if self._tokens is not None:
+            self._tokens.correct(-ticket.tokens)
+        self._leave(ticket)
 
     def succeeded(self, ticket: Ticket, latency_s: float, tokens: float | None = None) -> None:
         """Note an answer, and how many tokens it took."""
         now = self._loop.time()
+        self._stumbles = 0
+        if self._too_many:
+            # Whenever it was sent: the server is there, and works.
+            self._refusals = 0
+            self._probing = False
         self._accepted(ticket)
-        self.window.grow(now, latency_s, ticket.filled and ticket.epoch == self._epoch)
+        self.window.grow(now, latency_s, ticket.filled and ticket.epoch is self._epoch)
         if self._tokens is not None and tokens is not None:
             self._tokens.correct(tokens - ticket.tokens)
         self._leave(ticket)
@@ -96,6 +138,14 @@ class Throttle:
         """Note a failure that says nothing about the server's load."""
         self._accepted(ticket)
         self._leave(ticket)
+
+    def stumbled(self, ticket: Ticket) -> None:
+        """Note an error of the server's; many in a row and nothing else are an overload."""
+        self._stumbles += 1
+        if self._stumbles < _MANY_STUMBLES:
+            self.failed(ticket)
+        else:
+            self.overloaded(ticket)
 
     def refused(self, ticket: Ticket, retry_after_s: float | None = None) -> None:
         """Note that the server wants fewer requests (429)."""
@@ -108,17 +158,19 @@ class Throttle:
     def _step_back(self, ticket: Ticket, retry_after_s: float | None, rate: bool) -> None:
         now = self._loop.time()
         known_s = max(_KNOWN_S, 3 * (now - ticket.sent_at))
-        if ticket.cycle.accepted > 1 and ticket.sent_at - ticket.cycle.start > known_s:
+        if ticket.epoch.accepted > 1 and ticket.sent_at - ticket.epoch.start > known_s:
             # What was sent so long before it and is still under way, the server has taken.
             self._accepted(ticket)
         ticket.cycle.refused += 1
+        ticket.epoch.refused += 1
         if retry_after_s is not None:
             self._closed_until = max(self._closed_until, now + retry_after_s)
         # Others that were under way at the same time tell of the same refusal.
-        if ticket.epoch == self._epoch:
+        if ticket.epoch is self._epoch:
             again = self._refusals > 0
             self._refusals += 1
-            self._epoch += 1
+            self._epoch = Cycle(now)
+            self._too_many = not rate
             if not retry_after_s and (rate or again):
                 self._closed_until = max(self._closed_until, now + self._pause_s())
             # Once there is a rate to keep to, a 429 speaks of that.
@@ -138,7 +190,7 @@ class Throttle:
         return min(longest, doubled) * random.uniform(0.8, 1.2)
 
     def _accepted(self, ticket: Ticket) -> None:
-        if ticket.epoch == self._epoch:
+        if ticket.epoch is self._epoch:
             self._rate.accepted(ticket.cycle)
             self._refusals = 0
 
@@ -183,5 +235,8 @@ class Throttle:
             self._tokens.take(now, tokens)
         # Refused twice in a row: one request at a time finds out whether the server is back.
         self._probing = self._refusals > 1
-        cycle = self._rate.send(now)
-        return Ticket(cycle, now, self._epoch, tokens, self.window.full, self._probing)
+        cycle, epoch = self._rate.send(now), self._epoch
+        if epoch.sent == 0:
+            epoch.start = now
+        epoch.sent += 1
+        return Ticket(cycle, now, epoch, tokens, self.window.full, self._probing)
