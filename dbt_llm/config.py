@@ -23,7 +23,8 @@ from pydantic import (
 from dbt_llm.errors import ConfigError
 
 _SECRET_KEYS = {"api_key", "api_key_env", "base_url", "headers", "query", "proxy"}
-_OPENAI = "https://api.openai.com/v1"
+OPENAI = "https://api.openai.com/v1"
+"""Where the engine `openai` asks when the profile names no other address."""
 
 
 class _Section(BaseModel):
@@ -119,7 +120,7 @@ class OpenAILLM(_LLM):
 
     engine: Literal["openai"]
     model: str = Field(min_length=1, description="The name that the server knows it by.")
-    base_url: str = Field(default=_OPENAI, description="null: OpenAI's own.")
+    base_url: str = Field(default=OPENAI, description="null: OpenAI's own.")
     api_key_env: str | None = Field(
         default=None, description="The environment variable that holds the key."
     )
@@ -155,7 +156,7 @@ class OpenAILLM(_LLM):
     @field_validator("base_url", mode="before")
     @classmethod
     def _or_openai(cls, base_url: Any) -> Any:
-        return _OPENAI if base_url is None else base_url
+        return OPENAI if base_url is None else base_url
 
     @field_validator("base_url")
     @classmethod
@@ -207,7 +208,7 @@ class OpenAILLM(_LLM):
                     f"The environment variable {self.api_key_env} (api_key_env of the model "
                     f"{self.model}) is not set. Set it to the key of {self.base_url}."
                 )
-        elif key is None and self.base_url.rstrip("/") == _OPENAI:
+        elif key is None and self.base_url.rstrip("/") == OPENAI:
             key = os.environ.get("OPENAI_API_KEY")
         return {
             # A line break at its end comes from a file, and could not be sent.

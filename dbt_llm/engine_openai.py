@@ -66,7 +66,7 @@ class OpenAIEngine:
         self.concurrency: int = config["max_concurrency"]
         self._secrets = to_mask(secrets)
         self._client = new_client(config, secrets)
-        self._per_request = extra_arguments(secrets)
+        self._per_request = extra_arguments(config, secrets)
         self._patience = Patience(
             config["attempt_timeout_s"], config["request_timeout_s"], config["max_attempts"]
         )

@@ -4,6 +4,7 @@ import importlib
 import ssl
 from typing import Any
 
+from dbt_llm.config import OPENAI
 from dbt_llm.errors import EngineError
 
 _CONNECT_S = 15.0
@@ -39,14 +40,19 @@ def new_client(config: dict[str, Any], secrets: dict[str, Any]) -> Any:
     )
 
 
-def extra_arguments(secrets: dict[str, Any]) -> dict[str, Any]:
-    """Return what to give to each request: without a key no Authorization header is sent.
-
-    Some servers refuse any.
-    """
-    if secrets["api_key"] or "authorization" in map(str.lower, secrets["headers"]):
-        return {}
-    return {"extra_headers": {"Authorization": import_openai().Omit()}}
+def extra_arguments(config: dict[str, Any], secrets: dict[str, Any]) -> dict[str, Any]:
+    """Return what to give to each request: headers that the SDK would send and we do not."""
+    given = {name.lower() for name in secrets["headers"]}
+    unwanted = []
+    if not secrets["api_key"]:
+        # Some servers refuse any key.
+        unwanted.append("Authorization")
+    if config["base_url"].rstrip("/") != OPENAI:
+        # From the environment, and nobody else's business.
+        unwanted += ["OpenAI-Organization", "OpenAI-Project"]
+    omit = import_openai().Omit()
+    omitted = {name: omit for name in unwanted if name.lower() not in given}
+    return {"extra_headers": omitted} if omitted else {}
 
 
 def to_mask(secrets: dict[str, Any]) -> list[str]:

@@ -535,3 +535,13 @@ def test_a_failure_of_the_receiver_is_raised():
     slow = only({"later"}, Reply(delay_s=0.5))
     with Endpoint(slow) as endpoint, pytest.raises(EngineError, match=r"^disk full$"):
         asyncio.run(failing(endpoint))
+
+
+def test_an_organization_of_the_environment_stays_with_openai(monkeypatch):
+    monkeypatch.setenv("OPENAI_ORG_ID", "org-of-the-team")
+    monkeypatch.setenv("OPENAI_PROJECT_ID", "proj-of-the-team")
+    with Endpoint() as endpoint:
+        run(endpoint, PROMPTS[:1], api_key="sk-some-key")
+        sent = endpoint.requests[0].headers
+    assert sent["authorization"] == "Bearer sk-some-key"
+    assert not {"openai-organization", "openai-project"} & set(sent)
