@@ -46,8 +46,10 @@ def test_a_prompt_that_kills_every_engine_is_given_up_and_the_others_are_answere
 
     # The next run asks for it alone; by then the engine has been repaired.
     project.llms = {"default": {"engine": "replay"}}
-    assert project.dbt("run").summary("answers").startswith(
-        f"{ROWS} prompts, {ROWS - 1} stored, 1 generated"
+    assert (
+        project.dbt("run")
+        .summary("answers")
+        .startswith(f"{ROWS} prompts, {ROWS - 1} stored, 1 generated")
     )
     assert good_rows(project) == (ROWS, ROWS)
 
