@@ -83,7 +83,7 @@ async def persist(
             throttle.succeeded(ticket, latency_s, used_tokens(result))
             return Outcome(result, None, attempts, latency_s, first_sent)
         failure = result
-        _tell(throttle, ticket, failure)
+        _tell(throttle, ticket, failure, first_try=tries == 0)
         if failure.retry is Retry.NEVER:
             break
         if failure.retry is not Retry.SLOWER:
@@ -113,9 +113,12 @@ async def _attempt(
         raise
 
 
-def _tell(throttle: Throttle, ticket: Ticket, failure: Failure) -> None:
+def _tell(throttle: Throttle, ticket: Ticket, failure: Failure, first_try: bool) -> None:
     if failure.retry is Retry.SLOWER:
         throttle.refused(ticket, failure.retry_after_s)
+    elif failure.retry is not Retry.NEVER and not first_try:
+        # What fails again may be the fault of the request; the first failure has been told.
+        throttle.leave(ticket)
     elif failure.retry is Retry.FEWER:
         throttle.overloaded(ticket, failure.retry_after_s)
     elif failure.retry is Retry.LATER:

@@ -284,16 +284,17 @@ class OpenAIEngine:
         failure = outcome.failure
         if failure is None:
             return None
+        words = failure.message.rstrip(".")
         if failure.alike:
             return EndpointError(
-                f"{self._where()} refuses every request: {failure.message}. {_advice(failure)} "
+                f"{self._where()} refuses every request: {words}. {_advice(failure)} "
                 "What was answered before is stored; the refused requests are asked again by the "
                 "next run."
             )
         if failure.retry is Retry.NEVER or seen.failure.retry is Retry.NEVER:
             return None
         return EndpointError(
-            f"{self._where()} does not answer: {failure.message} (after {seen.attempts} attempts "
+            f"{self._where()} does not answer: {words} (after {seen.attempts} attempts "
             f"that ended with {seen.failure.code}). Check that the server runs and that base_url "
             "is right. What was answered before is stored; the next run asks for the rest."
         )

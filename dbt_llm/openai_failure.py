@@ -15,6 +15,8 @@ _LONGEST_MESSAGE = 300
 _QUOTED = 24
 # A whole prompt of so many characters is one even where it is shorter.
 _WHOLE = 8
+# What vLLM names as the wrong parameter of a prompt that is too long, in tokens or in characters.
+_VLLM_TOO_LONG = ("input_tokens", "input_text")
 
 
 class Retry(Enum):
@@ -86,7 +88,7 @@ def failure_of_status(
         return Failure(kind, message, Retry.FEWER if busy else Retry.LATER, retry_after_s)
     if status in {401, 403}:
         return Failure("auth", message, Retry.NEVER, alike=True)
-    if code == "context_length_exceeded" or detail.get("param") == "input_tokens":
+    if code == "context_length_exceeded" or detail.get("param") in _VLLM_TOO_LONG:
         return Failure("context_length", message, Retry.NEVER)
     return Failure("invalid_request", message, Retry.NEVER, alike=True)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dbt_llm.config import Config, LLMConfig, OpenAILLM
+from dbt_llm.errors import CancelledError
 from dbt_llm.job import run_job
 from dbt_llm.job_spec import JobResult, JobSpec
 from dbt_llm.parts import Provenance
@@ -93,6 +94,10 @@ class Runner:
         )
         try:
             result = run_job(spec, secrets, self._store, self._cancelled, progress)
+        except CancelledError as error:
+            # dbt shows no errors of nodes that the user interrupted.
+            self._output.warn(f"llm: {self._run.name}: {error}")
+            raise
         finally:
             progress.close()
         for line in failure_lines(self._run.name, result):

@@ -118,7 +118,7 @@ class Throttle:
             self._requests.correct(-1)
         if self._tokens is not None:
             self._tokens.correct(-ticket.tokens)
-        self._leave(ticket)
+        self.leave(ticket)
 
     def succeeded(self, ticket: Ticket, latency_s: float, tokens: float | None = None) -> None:
         """Note an answer, and how many tokens it took."""
@@ -132,12 +132,12 @@ class Throttle:
         self.window.grow(now, latency_s, ticket.filled and ticket.epoch is self._epoch)
         if self._tokens is not None and tokens is not None:
             self._tokens.correct(tokens - ticket.tokens)
-        self._leave(ticket)
+        self.leave(ticket)
 
     def failed(self, ticket: Ticket) -> None:
         """Note a failure that says nothing about the server's load."""
         self._accepted(ticket)
-        self._leave(ticket)
+        self.leave(ticket)
 
     def stumbled(self, ticket: Ticket) -> None:
         """Note an error of the server's; many in a row and nothing else are an overload."""
@@ -178,7 +178,7 @@ class Throttle:
                 self.window.shrink(now, again, rate)
             if rate:
                 self._rate.refused(now, max(now, self._closed_until))
-        self._leave(ticket)
+        self.leave(ticket)
 
     def _pause_s(self) -> float:
         first = _FIRST_PAUSE_S
@@ -194,7 +194,8 @@ class Throttle:
             self._rate.accepted(ticket.cycle)
             self._refusals = 0
 
-    def _leave(self, ticket: Ticket) -> None:
+    def leave(self, ticket: Ticket) -> None:
+        """Note that a request came back, which says nothing about the server."""
         self.window.in_flight -= 1
         if ticket.probe:
             self._probing = False

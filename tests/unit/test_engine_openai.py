@@ -421,6 +421,17 @@ def test_a_server_that_is_not_there_ends_the_job(function):
     assert "(after 2 attempts that ended with connection)" in job.error
 
 
+def test_rows_that_fail_again_and_again_do_not_keep_the_server_from_each_other():
+    dropped = {f"prompt {number}" for number in range(0, 100, 5)}
+    with Endpoint(only(dropped, Reply(reset=True))) as endpoint:
+        job = run(endpoint, PROMPTS[:100], max_attempts=3)
+        tries = [r.time for r in endpoint.requests if r.prompt in dropped]
+    assert job.codes == dict.fromkeys(dropped, "connection")
+    assert len(tries) == 3 * len(dropped)
+    # Each waits for itself, half a second and then one; in turn they would take minutes.
+    assert max(tries) - min(tries) < 15
+
+
 @pytest.mark.parametrize("refusal", [Reply(503), Reply(reset=True), Reply(500)])
 def test_a_server_that_never_works_ends_the_job_after_a_few_attempts(refusal):
     with Endpoint(lambda request: refusal) as endpoint:

@@ -71,7 +71,10 @@ def test_a_quota_that_is_used_up_is_not_waited_for(where):
     )
 
 
-@pytest.mark.parametrize("parts", [{"code": "context_length_exceeded"}, {"param": "input_tokens"}])
+@pytest.mark.parametrize(
+    "parts",
+    [{"code": "context_length_exceeded"}, {"param": "input_tokens"}, {"param": "input_text"}],
+)
 def test_a_prompt_that_is_too_long_is_the_rows_fault(parts):
     failure = of_status(400, openai_error(**parts))
     assert (failure.code, failure.retry, failure.alike) == ("context_length", Retry.NEVER, False)
