@@ -98,6 +98,16 @@ def get_pool(config: dict[str, Any], secrets: dict[str, Any], size: int, log_fol
         return _pools[key]
 
 
+def close_pools(keep: int = 0) -> None:
+    """End the engines of this process, but for those of the first `keep` pools."""
+    import ray
+
+    with _lock:
+        for key in list(_pools)[keep:]:
+            for replica in _pools.pop(key).replicas:
+                ray.kill(replica.actor)
+
+
 def _gpus(config: dict[str, Any]) -> int:
     import ray
 

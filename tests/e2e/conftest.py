@@ -1,11 +1,12 @@
 """The small real LLM of the end-to-end tests, and a project that uses it through vLLM."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from dbt_llm import pool
 from tests.project import ROOT, Project
 
 WEIGHTS = Path(
@@ -20,6 +21,13 @@ def weights() -> None:
     assert (WEIGHTS / "model.safetensors").exists(), (
         f"no weights in {WEIGHTS}: run `make weights`, or set DBT_LLM_TEST_WEIGHTS"
     )
+
+
+@pytest.fixture(autouse=True)
+def one_engine() -> Iterator[None]:
+    """Free what engines of one test alone hold, some 3 GiB each; most tests share the first."""
+    yield
+    pool.close_pools(keep=1)
 
 
 @pytest.fixture

@@ -98,12 +98,7 @@ def project(tmp_path: Path, server: str) -> Project:
 def end_engines() -> Iterator[None]:
     """Free what an engine in this process holds, for the servers need memory too."""
     yield
-    import ray
-
-    for own in pool._pools.values():
-        for replica in own.replicas:
-            ray.kill(replica.actor)
-    pool._pools.clear()
+    pool.close_pools()
 
 
 def over_http(base_url: str, **settings: Any) -> dict[str, Any]:
