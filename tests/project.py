@@ -1,6 +1,7 @@
 """A throwaway dbt project for tests, run in this process or in one of its own."""
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -35,6 +36,11 @@ class Outcome:
             if prefix in line
         ]
         return lines[-1]
+
+
+def heed_ctrl_c() -> None:
+    """Have a child process end by SIGINT; a shell's background jobs ignore it, and so would it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Project:

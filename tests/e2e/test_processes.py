@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.project import Outcome, Project
+from tests.project import Outcome, Project, heed_ctrl_c
 
 ROWS = 200
 SLOW = {"default": {"engine": "replay", "latency_s": 0.2, "concurrency": 4}}
@@ -36,7 +36,11 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 90) 
 def start(project: Project, log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as file:
         return subprocess.Popen(
-            project.command("run"), cwd=project.folder, stdout=file, stderr=subprocess.STDOUT
+            project.command("run"),
+            cwd=project.folder,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            preexec_fn=heed_ctrl_c,
         )
 
 
