@@ -1,7 +1,6 @@
 """A throwaway dbt project for tests, run in this process or in one of its own."""
 
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -36,11 +35,6 @@ class Outcome:
             if prefix in line
         ]
         return lines[-1]
-
-
-def heed_ctrl_c() -> None:
-    """Have a child process end by SIGINT; a shell's background jobs ignore it, and so would it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Project:
@@ -110,7 +104,11 @@ class Project:
     def command(self, *arguments: str, **variables: Any) -> list[str]:
         """Return the command line that runs dbt in a process of its own."""
         self._prepare()
-        program = "import sys; from dbt.cli.main import cli; sys.argv[0] = 'dbt'; cli()"
+        # A shell's background jobs ignore Ctrl-C, and so would dbt where the tests are one.
+        program = (
+            "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+            "from dbt.cli.main import cli; sys.argv[0] = 'dbt'; cli()"
+        )
         return [sys.executable, "-c", program, *self._arguments(arguments, variables)]
 
     def dbt_process(

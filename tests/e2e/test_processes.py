@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.project import Outcome, Project, heed_ctrl_c
+from tests.project import Outcome, Project
 
 ROWS = 200
 SLOW = {"default": {"engine": "replay", "latency_s": 0.2, "concurrency": 4}}
@@ -40,7 +40,6 @@ def start(project: Project, log: Path) -> subprocess.Popen[bytes]:
             cwd=project.folder,
             stdout=file,
             stderr=subprocess.STDOUT,
-            preexec_fn=heed_ctrl_c,
         )
 
 

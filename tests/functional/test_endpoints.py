@@ -30,7 +30,7 @@ from tests.endpoint import (
     structured_echo,
     tokens,
 )
-from tests.project import Outcome, Project, heed_ctrl_c
+from tests.project import Outcome, Project
 
 KEY = "sk-right-0123456789"
 
@@ -608,7 +608,6 @@ def test_ctrl_c_stops_sending_and_keeps_what_was_answered(project: Project, tmp_
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=heed_ctrl_c,
             )
         try:
             endpoint.wait_until(lambda seen: seen.count(200) >= 20, timeout_s=120)
