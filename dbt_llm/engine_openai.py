@@ -41,7 +41,7 @@ Row = tuple[str, str]
 """A prompt hash and its prompt."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Standing:
     """How an endpoint takes the requests of one call."""
 
@@ -259,7 +259,8 @@ class OpenAIEngine:
             return False
         async with standing.checking:
             if standing.stopped is None and standing.checked_at < outcome.first_sent:
-                standing.stopped = await self._check(outcome, call, standing)
+                with self._throttle.hold(standing):
+                    standing.stopped = await self._check(outcome, call, standing)
                 if standing.stopped is not None:
                     self._throttle.dismiss(standing)
         return standing.stopped is not None

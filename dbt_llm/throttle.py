@@ -8,8 +8,10 @@ does.
 """
 
 import asyncio
+import contextlib
 import random
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from dbt_llm.learned_rate import Cycle, LearnedRate
@@ -73,6 +75,7 @@ class Throttle:
         # Refusals in a row, each after a pause, with nothing accepted in between.
         self._refusals = 0
         self._stumbles = 0
+        self._held: list[object] = []
         # Whether the last refusal was for too many at the same time.
         self._too_many = False
         self._probing = False
@@ -109,6 +112,16 @@ class Throttle:
                 waiting.passed.set_exception(Dismissed())
         self._waiting = kept
         self._let_pass()
+
+    @contextlib.contextmanager
+    def hold(self, group: object) -> Iterator[None]:
+        """Let no request of a group pass for a while."""
+        self._held.append(group)
+        try:
+            yield
+        finally:
+            self._held.remove(group)
+            self._let_pass()
 
     def give_back(self, ticket: Ticket) -> None:
         """Note that the request was not sent after all."""
@@ -216,8 +229,16 @@ class Throttle:
             if wait_s > 0:
                 self._timer = self._loop.call_later(max(wait_s, _TICK_S), self._let_pass)
                 return
-            waiting = self._waiting.popleft()
+            waiting = self._next_waiting()
+            if waiting is None:
+                return
+            self._waiting.remove(waiting)
             waiting.passed.set_result(self._ticket(now, waiting.tokens))
+
+    def _next_waiting(self) -> _Waiting | None:
+        if not self._held:
+            return self._waiting[0]
+        return next((one for one in self._waiting if one.group not in self._held), None)
 
     def _wait_s(self, now: float) -> float | None:
         if self.window.full or self._probing:
