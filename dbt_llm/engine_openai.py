@@ -21,7 +21,8 @@ from dbt_llm.errors import EndpointError
 from dbt_llm.openai_client import extra_arguments, import_openai, new_client, to_mask
 from dbt_llm.openai_failure import Failure, Retry, cleaner, failure_of
 from dbt_llm.openai_request import (
-    chat_body,
+    chat_messages,
+    chat_options,
     estimate_tokens,
     is_wrapped,
     read_completion,
@@ -45,6 +46,8 @@ Row = tuple[str, str]
 class _Standing:
     """How an endpoint takes the requests of one call."""
 
+    options: dict[str, Any]
+    """What all its chat requests have in common; empty for embeddings."""
     units: int = 0
     """Under way."""
     accepted: bool = False
@@ -89,12 +92,16 @@ class OpenAIEngine:
         rows = list(
             zip(requests["prompt_hash"].to_pylist(), requests["prompt"].to_pylist(), strict=True)
         )
-        standing = self._standings.setdefault(canonical_json(call), _Standing())
+        embeds = call["output"]["type"] == "embedding"
+        key = canonical_json(call)
+        if key not in self._standings:
+            self._standings[key] = _Standing({} if embeds else chat_options(call, self._config))
+        standing = self._standings[key]
         if standing.units == 0:
             standing.stopped = None
         standing.units += 1
         outbox = Outbox(emit)
-        if call["output"]["type"] == "embedding":
+        if embeds:
             size = self._config["embedding_batch"]
             batches = [rows[at : at + size] for at in range(0, len(rows), size)]
             work = [self._embed(batch, call, standing, outbox) for batch in batches]
@@ -134,14 +141,17 @@ class OpenAIEngine:
         self, row: Row, call: dict[str, Any], standing: _Standing, control: Patience | None = None
     ) -> Outcome[Answer] | None:
         prompt_hash, prompt = row
-        body = chat_body(call, prompt, self._config)
+        messages = chat_messages(call, prompt)
+        options = standing.options
         if control is not None:
-            body[self._config["max_tokens_parameter"]] = _CONTROL_TOKENS
+            options = {**options, self._config["max_tokens_parameter"]: _CONTROL_TOKENS}
         clean = cleaner(self._secrets, prompt)
-        sent_text = "".join(message["content"] for message in body["messages"])
+        sent_text = "".join(message["content"] for message in messages)
 
         async def once() -> Answer | Failure:
-            completion = await self._client.chat.completions.create(**body, **self._per_request)
+            completion = await self._client.chat.completions.create(
+                messages=messages, **options, **self._per_request
+            )
             wrapped = is_wrapped(call, self._config)
             return read_completion(prompt_hash, completion, sent_text, wrapped, clean)
 

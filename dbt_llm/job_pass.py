@@ -67,16 +67,33 @@ class Pass:
     def run(self) -> None:
         """Run the pass to its end; raises as `run_job` does."""
         try:
-            self._run()
+            cancelled = self._ask_all()
         except BaseException:
-            self._stop_asking()
-            self._flush_all(finish=True)
+            self._end(early=True)
             raise
-        finally:
-            # Ray Data reads ahead; left to the garbage collector it would end after Ray has.
-            self._units.close()
+        self._end(early=cancelled or self._refusal is not None)
+        if cancelled:
+            raise CancelledError(
+                f"Interrupted after {self._result.answered:,} of {self._result.asked:,} "
+                "answers; these are stored, and the next run asks only for the rest."
+            )
+        if self._refusal is not None:
+            raise self._refusal
+        since = self._result.generating_since
+        if since is not None:
+            self._result.generating_s = time.monotonic() - since
+        self._report(self._result)
 
-    def _run(self) -> None:
+    def _end(self, early: bool) -> None:
+        """Commit what is answered; `early`: have the engines drop the rest first."""
+        if early:
+            self._stop_asking()
+        # Ray Data reads ahead; left to the garbage collector it would end after Ray has.
+        self._units.close()
+        self._flush_all()
+
+    def _ask_all(self) -> bool:
+        """Feed the units until all are done or none may be fed; tell whether the user stopped."""
         import ray
 
         self._units = _units(self._files, self.unit_rows)
@@ -88,29 +105,17 @@ class Pass:
                 self._result.engine_start_s = time.monotonic() - started
                 self._result.generating_since = time.monotonic()
             if (self._exhausted or self._refusal is not None) and not self._under_way():
-                break
+                return False
             done, _ = ray.wait(list(self._pending), num_returns=1, timeout=_POLL_S)
             for reference in done:
                 kind, replica = self._pending.pop(reference)
                 self._settle(kind, replica, reference)
             if self._cancelled.is_set():
-                self._stop_asking()
-                self._flush_all()
-                raise CancelledError(
-                    f"Interrupted after {self._result.answered:,} of {self._result.asked:,} "
-                    "answers; these are stored, and the next run asks only for the rest."
-                )
+                return True
             if self._result.generating_since is None:
                 self._check_start(time.monotonic() - started)
             self._flush_when_due()
             self._report_when_due()
-        if self._refusal is not None:
-            raise self._refusal
-        self._flush_all(finish=True)
-        since = self._result.generating_since
-        if since is not None:
-            self._result.generating_s = time.monotonic() - since
-        self._report(self._result)
 
     def _roomy_unit_rows(self) -> int:
         rows = sum(file.rows for file in self._files)
@@ -242,7 +247,7 @@ class Pass:
                 with contextlib.suppress(RayError):
                     ray.get(reference)
 
-    def _flush_all(self, finish: bool = False) -> None:
+    def _flush_all(self) -> None:
         for reference, (kind, replica) in list(self._pending.items()):
             if kind == "flush":
                 del self._pending[reference]
@@ -250,8 +255,7 @@ class Pass:
         for replica in list(self._pool.replicas):
             if not replica.dead and replica.concurrency:
                 self._collect_flush(replica)
-                if finish:
-                    replica.actor.finish.remote(self._run_id)
+                replica.actor.finish.remote(self._run_id)
 
     def _collect_flush(self, replica: Replica) -> None:
         self._fetch_parts(replica, replica.actor.flush.remote(self._run_id))

@@ -29,14 +29,18 @@ _SAYS_WHAT = {"type", "anyOf", "enum", "const", "$ref"}
 _BROKEN_OFF = ("error", "abort")
 
 
-def chat_body(call: dict[str, Any], prompt: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `chat.completions.create` for one prompt."""
+def chat_messages(call: dict[str, Any], prompt: str) -> list[dict[str, str]]:
+    """Return the messages for one prompt."""
     system = call.get("system")
     messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": user_turn(call, prompt)})
+    return [*messages, {"role": "user", "content": user_turn(call, prompt)}]
+
+
+def chat_options(call: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Return the other arguments of `chat.completions.create`, which all prompts share."""
     sampling = dict(call["sampling"])
     extra = sampling.pop("extra", {})
-    body: dict[str, Any] = {"model": config["model"], "messages": messages}
+    body: dict[str, Any] = {"model": config["model"]}
     body[config["max_tokens_parameter"]] = sampling.pop("max_tokens")
     body |= sampling
     shape = _response_format(call["output"], config["structured_outputs"])

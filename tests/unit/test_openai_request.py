@@ -8,7 +8,8 @@ from dbt_llm.call import make_call
 from dbt_llm.config import load_config
 from dbt_llm.openai_failure import Failure, Retry
 from dbt_llm.openai_request import (
-    chat_body,
+    chat_messages,
+    chat_options,
     estimate_tokens,
     is_wrapped,
     read_completion,
@@ -32,13 +33,14 @@ def entry_of(**entry):
 def body_of(options=None, prompt="Hi", **entry):
     llm = entry_of(**entry)
     call = make_call(json.dumps({"model": "default", **(options or {})}), {"default": llm})
-    return chat_body(call.content, prompt, llm.model_dump(mode="json"))
+    options = chat_options(call.content, llm.model_dump(mode="json"))
+    return {**options, "messages": chat_messages(call.content, prompt)}
 
 
 def shape_of(schema, how="json_schema"):
     call = {"sampling": {"max_tokens": 1}, "output": {"type": "json", "schema": schema}}
     config = entry_of(structured_outputs=how).model_dump(mode="json")
-    return chat_body(call, "p", config).get("response_format")
+    return chat_options(call, config).get("response_format")
 
 
 def completion_of(body):
