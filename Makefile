@@ -7,7 +7,7 @@ DUCKDB2 := $(VENV)/duckdb-2
 # What is sent to endpoints does not depend on the version of DuckDB, so these run once.
 HTTP_TESTS := *test_endpoint* *test_engine_* *test_throttle*
 
-.PHONY: demo test test-fast check format bench install weights clean
+.PHONY: demo test test-fast faults check format bench install weights clean
 
 demo: install weights  ## Run the example project against a real LLM, twice.
 	@DBT_LLM_VENV="$(VENV)" bash scripts/demo.sh
@@ -16,6 +16,10 @@ test: install weights $(DUCKDB2)  ## All tests; the functional ones on DuckDB 1.
 	$(PY) -m pytest tests/unit tests/functional
 	PYTHONPATH=$(abspath $(DUCKDB2)) $(PY) -m pytest tests/unit tests/functional $(HTTP_TESTS:%=--ignore-glob=%)
 	$(PY) -m pytest tests/faults tests/e2e
+
+faults: install weights  ## The long fault campaign: 100 kills, and what takes gigabytes. An hour.
+	$(PY) -m tests.faults.campaign
+	$(PY) -m pytest -m long tests/faults
 
 test-fast: install  ## Unit tests alone.
 	$(PY) -m pytest tests/unit

@@ -8,6 +8,7 @@ import sqlglot
 from sqlglot import TokenType as T
 from sqlglot import exp
 
+from dbt_llm import sql
 from dbt_llm.select_text import CALLS, Query, Select
 
 # A WHERE that calls does not hinder the calls of the select list from moving; these do.
@@ -62,7 +63,7 @@ def wrap(query: Query, select: Select, cut: str = "") -> str:
             moved[n] = query.edited(begin, end, names)
             if not item.alias:
                 name = item.name or _name_of(query.span(item.begin, item.end))
-                moved[n] += f' as "{name.replace(chr(34), 2 * chr(34))}"'
+                moved[n] += f" as {sql.identifier(name)}"
     inner_list = [*kept, *(f"{part} as {name}" for part, name in pushed.items())]
     head = query.span(select.begin, select.items[0][0])
     inner = f"{head} {', '.join(inner_list or ['1 as dbt_llm_c0'])} "

@@ -7,6 +7,7 @@ full stop around it; JSON may come in a code fence. What does not fit is an erro
 
 import contextlib
 import json
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ class OutputCheck:
     def __init__(self, call: dict[str, Any]) -> None:
         self._output = call["output"]
         self._validator: Any = None
+        self._dimensions = 0
         if self._output["type"] == "choice":
             self._choices = _by_spelling(self._output["choices"])
         elif self._output["type"] == "json":
@@ -37,15 +39,56 @@ class OutputCheck:
     def apply(self, answers: pa.Table) -> pa.Table:
         """Return the answers (schema `ANSWERS`) with outputs and errors put right."""
         kind = self._output["type"]
-        if kind == "embedding":
+        if kind == "embedding" and self._are_vectors(answers):
             return answers
-        if kind == "text" and not _may_reason(answers):
+        if kind == "text" and not _may_reason(answers) and not _lacks_output(answers):
             return answers
-        return answers_table([self._check(Answer(**_fields(row))) for row in answers.to_pylist()])
+        check = self._check_embedding if kind == "embedding" else self._check
+        return answers_table([check(Answer(**_fields(row))) for row in answers.to_pylist()])
+
+    def _are_vectors(self, answers: pa.Table) -> bool:
+        """Tell whether all good answers pass `_check_embedding`, without looking at each."""
+        vectors = answers.filter(pc.equal(answers["status"], "ok"))["embedding"]
+        lengths = pc.unique(pc.list_value_length(vectors)).to_pylist()
+        if not lengths:
+            return True
+        numbers = pc.list_flatten(vectors)
+        if len(lengths) > 1 or not lengths[0] or self._dimensions not in {0, lengths[0]}:
+            return False
+        if numbers.null_count or not pc.all(pc.is_finite(numbers)).as_py():
+            return False
+        self._dimensions = lengths[0]
+        return True
+
+    def _check_embedding(self, answer: Answer) -> Answer:
+        if answer.error_code is not None:
+            return answer
+        numbers = answer.embedding
+        if not numbers:
+            return _failed(
+                replace(answer, embedding=None), "invalid_output", "the embedding has no numbers"
+            )
+        if not all(number is not None and math.isfinite(number) for number in numbers):
+            answer = replace(answer, embedding=None)
+            return _failed(
+                answer, "invalid_output", "the embedding has numbers that are not finite"
+            )
+        self._dimensions = self._dimensions or len(numbers)
+        if len(numbers) != self._dimensions:
+            # It passes: it is not the text that decides how many numbers there are.
+            return _failed(
+                replace(answer, embedding=None),
+                "server_error",
+                f"the embedding has {len(numbers)} numbers, the first of this run "
+                f"{self._dimensions}",
+            )
+        return answer
 
     def _check(self, answer: Answer) -> Answer:
-        if answer.error_code is not None or answer.output is None:
+        if answer.error_code is not None:
             return answer
+        if answer.output is None:
+            return _failed(answer, "invalid_output", "the answer has no text")
         text = without_reasoning(answer.output)
         if text is None:
             return _failed(answer, "truncated", "the answer ended within its reasoning")
@@ -124,6 +167,11 @@ def _by_spelling(choices: list[str]) -> dict[str, str]:
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON value")
+
+
+def _lacks_output(answers: pa.Table) -> bool:
+    good = pc.equal(answers["status"], "ok")
+    return bool(pc.any(pc.and_(good, answers["output"].is_null())).as_py())
 
 
 def _may_reason(answers: pa.Table) -> bool:

@@ -7,7 +7,7 @@ as an argument. Nothing about a resolve lives in the database, where a rollback 
 
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 
@@ -15,11 +15,14 @@ import pyarrow as pa
 
 from dbt_llm.call import Call, make_call
 from dbt_llm.config import LLMConfig
-from dbt_llm.errors import DbtLLMError, UnresolvedError
+from dbt_llm.errors import DbtLLMError, SpoolError, UnresolvedError
 from dbt_llm.spool import RawSpool
 
 MAX_SEEN = 1_000_000
 """Keys that are kept to count a query's distinct prompts; beyond, the number is not known."""
+
+
+_PIECE_BYTES = 32 * 1024 * 1024
 
 
 class Mode(Enum):
@@ -106,16 +109,22 @@ class Collector:
         batch = pa.record_batch(
             [prompt_hashes, call_hashes, prompts], names=["prompt_hash", "call_hash", "prompt"]
         )
-        batch = batch.filter(prompts.is_valid())
-        if batch.num_rows == 0:
+        rows = len(prompts) - prompts.null_count
+        if rows == 0:
             return
         resolution = self._resolution(token)
         if resolution is None:
             if self._outside is not None:
-                self._outside(batch.num_rows)
+                self._outside(rows)
         elif resolution.mode is Mode.GENERATE:
-            resolution.spool.add(batch)
+            try:
+                for piece in _pieces(batch):
+                    resolution.spool.add(piece.filter(piece.column("prompt").is_valid()))
+            except SpoolError as error:
+                resolution.error = error
+                raise
         else:
+            batch = batch.filter(prompts.is_valid())
             with self._lock:
                 resolution.missing.update(batch.column("prompt_hash").to_pylist())
 
@@ -139,3 +148,10 @@ class Collector:
                 "Call LLM functions only in the SQL of a model."
             )
         return resolution
+
+
+def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Cut a batch of large prompts, so that what is copied at a time is small."""
+    rows = max(1, batch.num_rows * _PIECE_BYTES // max(1, batch.nbytes))
+    for start in range(0, batch.num_rows, rows):
+        yield batch.slice(start, rows)

@@ -45,6 +45,8 @@ class StoreConfig(_Section):
     def _is_local(cls, path: str) -> str:
         if "://" in path:
             raise ValueError("is a URL; a store is a local folder in this version")
+        if "\0" in path:
+            raise ValueError("holds a NUL")
         return path
 
 

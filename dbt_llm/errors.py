@@ -3,8 +3,10 @@
     DbtLLMError
     ├── ConfigError          the profile or a dbt variable is wrong
     ├── CallError            the constants of a call in SQL are wrong
+    ├── SchemaChangeError    the query has other columns than its table, which dbt would refuse
     ├── UnresolvedError      a prompt has no stored answer where nothing may be asked
     ├── NotSettledError      the query asks for new prompts every time it is evaluated
+    ├── SpoolError           requests could not be written to dbt's target folder
     ├── StoreError           the generation store could not be read or written
     ├── EngineError          an engine did not start, or died and could not be restarted
     ├── EndpointError        an endpoint refuses every request alike, or is not there
@@ -27,12 +29,20 @@ class CallError(DbtLLMError):
     """An option of an LLM function in SQL is wrong; nothing was asked."""
 
 
+class SchemaChangeError(DbtLLMError):
+    """The query has other columns than its table, which dbt would refuse; nothing was asked."""
+
+
 class UnresolvedError(DbtLLMError):
     """A prompt has no stored answer, and this is no place to ask for one."""
 
 
 class NotSettledError(DbtLLMError):
     """Every evaluation of the query yields new prompts, for example through `random()`."""
+
+
+class SpoolError(DbtLLMError):
+    """Requests could not be written to dbt's target folder; they were not asked."""
 
 
 class StoreError(DbtLLMError):

@@ -5,16 +5,22 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
+from dbt_llm.arrange import bytes_of
 from dbt_llm.errors import CancelledError, DbtLLMError, EndpointError, EngineError
 from dbt_llm.job_spec import JobResult, JobSpec
 from dbt_llm.parts import Part
 from dbt_llm.pool import Pool, Replica
+from dbt_llm.process_watch import this_process
 from dbt_llm.spool import RequestFile
 from dbt_llm.store import Store
 
 _UNIT_ROWS = (64, 4000)
+_UNIT_BYTES = 32 * 1024 * 1024
 _UNITS_PER_REPLICA = 8
 _POLL_S = 0.2
 # Engines that may die in a row with no unit finished in between; of units of one row, more may.
@@ -69,7 +75,9 @@ class Pass:
         try:
             cancelled = self._ask_all()
         except BaseException:
-            self._end(early=True)
+            # What failed first is what a person has to know of.
+            with contextlib.suppress(DbtLLMError):
+                self._end(early=True)
             raise
         self._end(early=cancelled or self._refusal is not None)
         if cancelled:
@@ -97,7 +105,7 @@ class Pass:
         import ray
 
         self._units = _units(self._files, self.unit_rows)
-        started = time.monotonic()
+        started = idle_since = time.monotonic()
         while True:
             self._start_new()
             self._feed()
@@ -112,21 +120,25 @@ class Pass:
                 self._settle(kind, replica, reference)
             if self._cancelled.is_set():
                 return True
-            if self._result.generating_since is None:
-                self._check_start(time.monotonic() - started)
+            if any(replica.concurrency and not replica.dead for replica in self._pool.replicas):
+                idle_since = time.monotonic()
+            self._check_start(time.monotonic() - idle_since)
             self._flush_when_due()
             self._report_when_due()
 
     def _roomy_unit_rows(self) -> int:
         rows = sum(file.rows for file in self._files)
         smallest, largest = _UNIT_ROWS
-        return max(smallest, min(largest, rows // (self._spec.replicas * _UNITS_PER_REPLICA)))
+        roomy = max(smallest, min(largest, rows // (self._spec.replicas * _UNITS_PER_REPLICA)))
+        # What an engine has in its hands at a time is bounded in bytes, too.
+        return min([roomy, *(max(1, _UNIT_BYTES // _row_bytes(file)) for file in self._files)])
 
     def _start_new(self) -> None:
         waiting = {id(replica) for kind, replica in self._pending.values() if kind == "start"}
         for replica in self._pool.alive(_MOST_LONE_DEATHS if self.unit_rows == 1 else _MOST_DEATHS):
             if replica.concurrency is None and id(replica) not in waiting:
-                self._pending[replica.actor.start.remote(self._pool.secrets)] = ("start", replica)
+                started = replica.actor.start.remote(self._pool.secrets, this_process())
+                self._pending[started] = ("start", replica)
 
     def _check_start(self, waited_s: float) -> None:
         import ray
@@ -170,7 +182,7 @@ class Pass:
 
     def _settle(self, kind: str, replica: Replica, reference: Any) -> None:
         import ray
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import RayActorError, RayError, RayTaskError
 
         try:
             value = ray.get(reference)
@@ -188,12 +200,12 @@ class Pass:
                 # Other units find out as well; what they have under way is paid and waited for.
                 self._refusal = self._refusal or EndpointError(str(cause))
                 return
-            if isinstance(cause, DbtLLMError):
-                raise type(cause)(str(cause)) from None
-            raise EngineError(
-                f"The engine of LLM {self._spec.llm!r} failed: {cause or error}. "
-                f"Its log is {replica.log_path}."
-            ) from None
+            raise self._failure(replica, error) from None
+        except RayError as error:
+            if kind == "answer":
+                # Its block was lost with a machine, say: the next pass asks what is missing.
+                return
+            raise self._failure(replica, error) from None
         if kind == "start":
             replica.concurrency = value["concurrency"]
         elif kind == "answer":
@@ -202,6 +214,15 @@ class Pass:
                 self._collect_flush(replica)
         else:
             self._commit([Part(**part) for part in value])
+
+    def _failure(self, replica: Replica, error: Any) -> DbtLLMError:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, DbtLLMError):
+            return type(cause)(str(cause))
+        return EngineError(
+            f"The engine of LLM {self._spec.llm!r} failed: {cause or error}. "
+            f"Its log is {replica.log_path}."
+        )
 
     def _lose(self, replica: Replica, reason: str) -> None:
         self._result.engine_deaths += 1
@@ -230,9 +251,17 @@ class Pass:
 
         alive = [replica for replica in self._pool.replicas if not replica.dead]
         started = [replica for replica in alive if replica.concurrency]
-        references = [replica.actor.abandon.remote(self._run_id) for replica in started]
-        with contextlib.suppress(RayError):
-            ray.get(references, timeout=_ABANDON_TIMEOUT_S)
+        stopping = {replica.actor.abandon.remote(self._run_id): replica for replica in started}
+        if stopping:
+            done, late = ray.wait(
+                list(stopping), num_returns=len(stopping), timeout=_ABANDON_TIMEOUT_S
+            )
+            with contextlib.suppress(RayError):
+                ray.get(done)
+            if self._cancelled.is_set():
+                # What does not even stop does not write either; a person waits.
+                for reference in late:
+                    self._lose(stopping[reference], "it did not stop when it was told to")
         self._forget_units()
 
     def _forget_units(self) -> None:
@@ -248,27 +277,38 @@ class Pass:
                     ray.get(reference)
 
     def _flush_all(self) -> None:
-        for reference, (kind, replica) in list(self._pending.items()):
-            if kind == "flush":
-                del self._pending[reference]
-                self._fetch_parts(replica, reference)
+        failure: DbtLLMError | None = None
         for replica in list(self._pool.replicas):
             if not replica.dead and replica.concurrency:
-                self._collect_flush(replica)
+                try:
+                    self._collect_flush(replica)
+                except DbtLLMError as error:
+                    # The other engines have answers too.
+                    failure = failure or error
                 replica.actor.finish.remote(self._run_id)
+        if failure is not None:
+            raise failure
 
     def _collect_flush(self, replica: Replica) -> None:
+        under_way = [ref for ref, own in self._pending.items() if own == ("flush", replica)]
+        for reference in under_way:
+            del self._pending[reference]
+            self._fetch_parts(replica, reference)
+            if replica.dead:
+                return
         self._fetch_parts(replica, replica.actor.flush.remote(self._run_id))
 
     def _fetch_parts(self, replica: Replica, reference: Any) -> None:
         import ray
-        from ray.exceptions import GetTimeoutError, RayActorError
+        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
         try:
             parts = ray.get(reference, timeout=_FLUSH_TIMEOUT_S)
         except (RayActorError, GetTimeoutError) as error:
             self._lose(replica, str(error).splitlines()[0])
             return
+        except RayTaskError as error:
+            raise self._failure(replica, error) from None
         self._commit([Part(**part) for part in parts])
 
     def _commit(self, parts: list[Part]) -> None:
@@ -296,9 +336,15 @@ class _Unit:
     """None: to the block's end."""
 
 
+def _row_bytes(file: RequestFile) -> int:
+    """Return the mean size of a request."""
+    return max(1, bytes_of(pq.read_metadata(file.path)) // max(1, file.rows))
+
+
 def _units(files: list[RequestFile], unit_rows: int) -> Generator[_Unit, None, None]:
     """Yield references to blocks of at most `unit_rows` requests, in the files' order."""
     import ray.data
+    from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
@@ -306,7 +352,13 @@ def _units(files: list[RequestFile], unit_rows: int) -> Generator[_Unit, None, N
     context.use_datasource_v2 = False
     context.execution_options.preserve_order = True
     for file in files:
-        dataset = ray.data.read_parquet(file.path).repartition(target_num_rows_per_block=unit_rows)
+        # Ray would take a path for a URL, and a folder named `a=b` for a column `a`.
+        path = Path(file.path)
+        dataset = ray.data.read_parquet(
+            path.name,
+            filesystem=SubTreeFileSystem(str(path.parent), LocalFileSystem()),
+            partitioning=None,
+        ).repartition(target_num_rows_per_block=unit_rows)
         for bundle in dataset.iter_internal_ref_bundles():
             for entry, part in zip(bundle.blocks, bundle.slices, strict=True):
                 offset, length = (part.start_offset, part.num_rows) if part else (0, None)

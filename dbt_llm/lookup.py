@@ -43,6 +43,14 @@ def show_answers(cursor: Any, store: Store, visible: str) -> Snapshot:
     return snapshot
 
 
+def newest_us(cursor: Any, store: Store) -> int:
+    """Return when the newest generation of the store was made, in µs since 1970; 0 for none."""
+    relation = store.relation(store.snapshot(), _has_delta_scan(cursor))
+    if relation is None:
+        return 0
+    return int(sql.scalar(cursor, f"select epoch_us(max(created_at)) from {relation}") or 0)
+
+
 def _select_answers(cursor: Any, store: Store, visible: str) -> tuple[Snapshot, str | None]:
     snapshot = store.snapshot()
     relation = store.relation(snapshot, _has_delta_scan(cursor))
@@ -50,7 +58,9 @@ def _select_answers(cursor: Any, store: Store, visible: str) -> tuple[Snapshot, 
         return snapshot, None
     # What a failed row holds is kept in the store, but it is no answer.
     columns = ", ".join(
-        "case when status = 'ok' then output end as output" if name == "output" else name
+        f"case when status = 'ok' then {name} end as {name}"
+        if name in {"output", "embedding"}
+        else name
         for name in functions.COLUMNS
     )
     return snapshot, f"select {columns} from {relation} where ({visible})"

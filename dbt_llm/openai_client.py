@@ -1,5 +1,6 @@
 """A client of the `openai` SDK, with an LLM entry's address, secrets, proxy and certificates."""
 
+import contextlib
 import importlib
 import ssl
 from typing import Any
@@ -9,6 +10,7 @@ from dbt_llm.errors import EngineError
 
 _CONNECT_S = 15.0
 _SHORTEST_SECRET = 4
+_OTHER_DESCRIPTORS = 128
 
 
 def import_openai() -> Any:
@@ -55,6 +57,26 @@ def extra_arguments(config: dict[str, Any], secrets: dict[str, Any]) -> dict[str
     return {"extra_headers": omitted} if omitted else {}
 
 
+def most_connections(wanted: int) -> int:
+    """Return how many connections this process may open, of those wanted; it may open more files.
+
+    A connection takes a file descriptor, and the process needs some for other things.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows, which has no such limit.
+        return wanted
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _OTHER_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+        soft = raised
+    return max(1, min(wanted, soft - _OTHER_DESCRIPTORS))
+
+
 def to_mask(secrets: dict[str, Any]) -> list[str]:
     """Return what no message may show: secrets, and the last word of one like `Bearer abc`."""
     texts = [secrets["api_key"], secrets["proxy"]]
@@ -77,7 +99,7 @@ def _http_client(config: dict[str, Any], proxy: str | None) -> Any:
     verify: Any = True
     if config["ca_file"] is not None:
         verify = ssl.create_default_context(cafile=config["ca_file"])
-    most = config["max_concurrency"]
+    most = most_connections(config["max_concurrency"])
     return openai.DefaultAsyncHttpxClient(
         verify=verify,
         proxy=proxy,

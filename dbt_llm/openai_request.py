@@ -9,7 +9,7 @@ from typing import Any
 
 from dbt_llm.call import user_turn
 from dbt_llm.openai_failure import Clean, Failure, Retry, failure_of_status
-from dbt_llm.schema import Answer
+from dbt_llm.schema import MOST_TOKENS, Answer
 
 _BYTES_PER_TOKEN = 4
 # Keywords that steer our own check or that few servers' decoders know; the check applies them.
@@ -95,10 +95,10 @@ def read_embeddings(
     """Return the vectors of some (prompt hash, text), matched by their `index`."""
     data = getattr(reply, "data", None)
     vectors = {
-        getattr(item, "index", None): getattr(item, "embedding", None)
+        getattr(item, "index", None): _vector(getattr(item, "embedding", None))
         for item in (data if isinstance(data, list) else [])
     }
-    if set(vectors) != set(range(len(rows))) or not all(map(_is_vector, vectors.values())):
+    if set(vectors) != set(range(len(rows))) or None in vectors.values():
         return _no_answer(reply, clean)
     lengths = [estimate_tokens(text) for _, text in rows]
     total = _count(getattr(reply, "usage", None), "prompt_tokens")
@@ -124,7 +124,7 @@ def is_wrapped(call: dict[str, Any], config: dict[str, Any]) -> bool:
 
 def estimate_tokens(text: str) -> int:
     """Return about how many tokens a text has: one for every four bytes of UTF-8."""
-    return 1 + len(text.encode()) // _BYTES_PER_TOKEN
+    return 1 + len(text.encode(errors="replace")) // _BYTES_PER_TOKEN
 
 
 def _response_format(output: dict[str, Any], how: str) -> dict[str, Any] | None:
@@ -219,13 +219,20 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _is_vector(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(number, int | float) for number in value)
+def _vector(value: Any) -> list[float] | None:
+    if not isinstance(value, list):
+        return None
+    if all(isinstance(number, float) for number in value):
+        return value
+    if not all(isinstance(number, int | float) for number in value):
+        return None
+    # Arrow takes no whole number that a single float does not hold exactly.
+    return [float(number) for number in value]
 
 
 def _count(usage: Any, name: str) -> int | None:
     count = getattr(usage, name, None)
-    return int(count) if isinstance(count, int | float) and 0 <= count < 2**53 else None
+    return int(count) if isinstance(count, int | float) and 0 <= count < MOST_TOKENS else None
 
 
 def _share_out(total: int, weights: list[int]) -> list[int]:

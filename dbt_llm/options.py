@@ -213,7 +213,10 @@ def _check_references(part: Any, schema: dict[str, Any]) -> None:
                 re.compile(value)
             except re.error as error:
                 raise ValueError(f"has the pattern {value!r}, which is none: {error}") from None
-        if key == "$ref" and isinstance(value, str):
+        if key == "$id" and isinstance(value, str) and part is not schema:
+            raise ValueError(f"has {value!r} as the $id of a part, and references would mean that")
+        # A reference to elsewhere would be fetched from the network.
+        if key in {"$ref", "$dynamicRef"} and isinstance(value, str):
             target: Any = schema
             for step in value.removeprefix("#").strip("/").split("/") if value != "#" else []:
                 target = target.get(step) if isinstance(target, dict) else None

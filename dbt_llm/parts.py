@@ -4,6 +4,7 @@ A part is written under a hidden name and renamed when it is whole, so a folder 
 part. Each part holds the generations of one call, so that its statistics tell the calls apart.
 """
 
+import contextlib
 import json
 import os
 import threading
@@ -21,6 +22,8 @@ from dbt_llm.schema import ANSWERS, GENERATIONS
 
 PART_PATTERN = "part-*.parquet"
 """All parts; their names are part-TIME-RUN-RANDOM.parquet."""
+_HALF_PATTERN = ".*.tmp"
+_ABANDONED_AFTER_S = 86_400
 _FLUSH_ROWS = 50_000
 _FLUSH_BYTES = 64 * 1024 * 1024
 
@@ -42,6 +45,8 @@ class Provenance:
     """USD per million prompt tokens."""
     price_completion: float = 0.0
     keep_prompts: bool = True
+    after_us: int = 0
+    """No generation is dated earlier, in µs since 1970: the newest one of a key has to win."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,14 @@ class Part:
         return asdict(self)
 
 
+def remove_half_parts(folder: Path) -> None:
+    """Remove what processes that were killed more than a day ago had begun to write."""
+    for path in folder.glob(_HALF_PATTERN):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S:
+                path.unlink()
+
+
 def parts_of_run(folder: Path, run_id: str) -> list[Path]:
     """Return the part files that a run wrote, committed or not."""
     return sorted(folder.glob(f"part-*-{run_id}-*.parquet"))
@@ -98,6 +111,8 @@ def read_part(path: Path) -> Part:
             *("prompt_tokens", "completion_tokens", "cost_usd"),
         ],
     )
+    if table.num_rows == 0 or any(table[key].null_count for key in ("prompt_hash", "call_hash")):
+        raise pa.ArrowInvalid("it has no rows, or rows without a key")
     return _describe(path, table)
 
 
@@ -107,7 +122,7 @@ class PartWriter:
     def __init__(
         self, folder: str, call_hash: str, call: str, provenance: Provenance, engine_version: str
     ) -> None:
-        self._folder = Path(folder)
+        self.folder = Path(folder)
         self._call_hash = call_hash
         self._call = call
         self._provenance = provenance
@@ -116,6 +131,7 @@ class PartWriter:
         self._rows = 0
         self._bytes = 0
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self._written: list[Part] = []
 
     def add(self, answers: pa.Table, requests: pa.Table) -> None:
@@ -130,11 +146,17 @@ class PartWriter:
             self._bytes += table.nbytes
             full = self._rows >= _FLUSH_ROWS or self._bytes >= _FLUSH_BYTES
         if full:
-            self._write()
+            # The engine that answers is not at fault; who asks for the parts will be told.
+            with contextlib.suppress(OSError):
+                self.write()
 
     def flush(self) -> list[Part]:
         """Write what is buffered, and return all parts that were written since the last call."""
-        self._write()
+        self.write()
+        return self.take()
+
+    def take(self) -> list[Part]:
+        """Return the parts that were written since the last call."""
         with self._lock:
             written, self._written = self._written, []
         return written
@@ -163,7 +185,7 @@ class PartWriter:
             "invocation_id": price.invocation_id,
             "run_id": price.run_id,
             "trace_id": price.trace_id,
-            "created_at": int(time.time() * 1_000_000),
+            "created_at": max(int(time.time() * 1_000_000), price.after_us),
         }
         columns = []
         for schema_field in GENERATIONS:
@@ -183,6 +205,16 @@ class PartWriter:
             columns.append(column)
         return pa.table(columns, schema=GENERATIONS)
 
+    def write(self) -> None:
+        """Write what is buffered; when it returns, nothing that was added before is unwritten.
+
+        Raises:
+            OSError: the folder takes no file; what is buffered stays so.
+        """
+        # Who comes second waits for the first: it may be about to end the process.
+        with self._writing:
+            self._write()
+
     def _write(self) -> None:
         with self._lock:
             tables, self._buffer = self._buffer, []
@@ -201,8 +233,8 @@ class PartWriter:
 
     def _write_part(self, table: pa.Table) -> None:
         name = f"{time.time_ns():020d}-{self._provenance.run_id}-{uuid.uuid4().hex}"
-        hidden = self._folder / f".{name}.tmp"
-        path = self._folder / f"part-{name}.parquet"
+        hidden = self.folder / f".{name}.tmp"
+        path = self.folder / f"part-{name}.parquet"
         try:
             with hidden.open("wb") as file:
                 pq.write_table(table, file, compression="zstd")
@@ -210,7 +242,8 @@ class PartWriter:
                 os.fsync(file.fileno())
             hidden.rename(path)
         finally:
-            hidden.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                hidden.unlink(missing_ok=True)
         with self._lock:
             self._written.append(_describe(path, table))
 

@@ -86,7 +86,7 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         cursor = _thread_cursor()
         summary = self._build(
             cursor,
-            Build(request["query"], statement, request["undo"], header),
+            Build(request["query"], statement, request["undo"], header, request["columns"]),
             node_id=request["node_id"],
             mode=_mode(request["mode"]),
             refresh=_is_true(request["refresh"]),
@@ -95,13 +95,15 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         request["statement"] = statement if summary is None else "select 1"
 
     def _resolve_python(self, cursor: Any, build: Build, options: dict[str, Any]) -> None:
-        variables = get_flags().VARS or {}
+        flags = get_flags()
+        variables = flags.VARS or {}
+        mode = options["mode"] or variables.get("llm_mode", "generate")
         with _as_dbt_error():
             summary = self._build(
                 cursor,
                 build,
                 node_id=options["node_id"] or "python model",
-                mode=_mode(options["mode"] or variables.get("llm_mode", "generate")),
+                mode=Mode.NULL if flags.EMPTY else _mode(mode),
                 refresh=_is_true(variables.get("llm_refresh", False)),
                 limit=_limit(variables.get("llm_limit")),
             )
@@ -172,8 +174,8 @@ def _missing_outside(rows: int) -> None:
         f"An LLM function met {rows:,} prompt(s) without a stored answer where none can be asked.\n"
         "In a model, this means that dbt_project.yml lacks the block that lets dbt-llm build "
         f"tables; add it, with your project's name:\n\n{block}\n\n"
-        "In a data test or a hook, run the model that asks these prompts first. In a unit test, "
-        "or in a Python model, LLM functions only find what is stored already."
+        "In a data test, a hook or a query of a macro, run the model that asks these prompts "
+        "first. In a unit test, or in a Python model, LLM functions only find what is stored."
     )
 
 
@@ -239,7 +241,7 @@ def _is_true(value: Any) -> bool:
 def _limit(value: Any) -> int | None:
     if value is None:
         return None
-    if not str(value).isdigit():
+    if not str(value).isdecimal():
         raise ConfigError(f"The dbt variable llm_limit is {value!r}; use a whole number.")
     return int(value)
 

@@ -9,6 +9,7 @@ from typing import Any
 from dbt_llm.call import canonical_json, sha256_hex
 from dbt_llm.engine_actor import EngineActor
 from dbt_llm.errors import EngineError
+from dbt_llm.files import file_name
 
 _CONCURRENT_METHODS = 1000
 
@@ -53,9 +54,10 @@ class Pool:
         with self.lock:
             self.replicas = [replica for replica in self.replicas if not replica.dead]
             if len(self.replicas) < self.size and self.deaths >= most_deaths:
+                words = self.last_words.rstrip(".")
                 raise EngineError(
                     f"The engine of {self.config['model']} died {self.deaths} times without "
-                    f"finishing anything in between: {self.last_words}. Its logs are in "
+                    f"finishing anything in between: {words}. Its logs are in "
                     f"{self.log_folder}. What was answered before is stored."
                 )
             while len(self.replicas) < self.size:
@@ -78,10 +80,14 @@ class Pool:
         import ray
 
         number = next(_numbers)
-        log_path = str(Path(self.log_folder) / f"{_file_name(self.config['model'])}-{number}.log")
+        log_path = str(
+            Path(self.log_folder) / f"{file_name(Path(self.config['model']).name)}-{number}.log"
+        )
         actor_class = ray.remote(EngineActor).options(
             num_cpus=0,
             num_gpus=_gpus(self.config),
+            # Where engines ask for nothing, all would start on one machine of a cluster.
+            scheduling_strategy="SPREAD",
             max_concurrency=_CONCURRENT_METHODS,
             max_restarts=0,
             max_task_retries=0,
@@ -117,7 +123,3 @@ def _gpus(config: dict[str, Any]) -> int:
     return int(
         arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
     )
-
-
-def _file_name(model: str) -> str:
-    return "".join(c if c.isalnum() or c in "-." else "_" for c in Path(model).name) or "engine"

@@ -52,7 +52,8 @@ def resolve(
     table = f"dbt_llm_result_{uuid.uuid4().hex}"
     build = Build(
         query=query,
-        statement=f"create temp table {table} as ({query})",
+        # Its last line may be a comment.
+        statement=f"create temp table {table} as (\n{query}\n)",
         undo=f"drop table temp.main.{table}",
     )
     options = {"mode": mode, "node_id": node_id}

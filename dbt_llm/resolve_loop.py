@@ -22,6 +22,7 @@ from dbt_llm.collector import MAX_SEEN, Collector, Mode, Resolution
 from dbt_llm.errors import (
     CallError,
     NotSettledError,
+    SchemaChangeError,
     StoreError,
     TooManyErrorsError,
     UnresolvedError,
@@ -53,6 +54,8 @@ class Build:
     """What removes that table again."""
     header: str = ""
     """Statements to run once, before everything else (dbt's `sql_header`)."""
+    columns: list[str] | None = None
+    """The columns that the query must have; None where it may have any."""
 
 
 @dataclass
@@ -120,6 +123,7 @@ def resolve(
     with planned as resolution:
         if not resolution.calls:
             return None
+        _check_columns(cursor, build, resolution)
         build = _ask_after_limit(cursor, build, resolution, settings.warn)
         return _Loop(cursor, build, resolution, store, in_flight, run_jobs, settings).run()
 
@@ -148,6 +152,25 @@ def plan_query(
         # After an error the transaction is aborted, and then the cursor is not used any more.
         with contextlib.suppress(duckdb.Error):
             cursor.execute(f"set variable {functions.TOKEN_VARIABLE} = null")
+
+
+def _check_columns(cursor: Any, build: Build, resolution: Resolution) -> None:
+    """Refuse other columns than those of the table before they are paid for."""
+    if build.columns is None:
+        return
+    call_sites = resolution.call_sites
+    query = [name for name, *_ in cursor.execute(f"describe {build.query}").fetchall()]
+    # That planned the calls once more, and made no new ones.
+    resolution.call_sites = call_sites
+    known, found = ({name.lower() for name in names} for names in (build.columns, query))
+    if known != found:
+        raise SchemaChangeError(
+            "on_schema_change is 'fail', and the query has other columns than its table. New: "
+            f"{', '.join(sorted(found - known)) or 'none'}. Gone: "
+            f"{', '.join(sorted(known - found)) or 'none'}. Nothing was asked. Run with "
+            "--full-refresh, which asks only for what is missing, or set on_schema_change to "
+            "append_new_columns or sync_all_columns."
+        )
 
 
 def _ask_after_limit(
@@ -199,6 +222,12 @@ class _Loop:
     def run(self) -> Summary:
         if self._settings.mode is Mode.GENERATE:
             self._store.create()
+            lost = self._store.forget_lost()
+            if lost:
+                self._settings.warn(
+                    f"{lost:,} {'file' if lost == 1 else 'files'} of the generation store "
+                    f"{self._store.folder} were removed by somebody; what they held is asked again"
+                )
             self._store.adopt()
         # A call within a call needs the inner answer first, so each nesting takes one round. No
         # query nests deeper than it has calls, unless it is recursive.
@@ -241,7 +270,8 @@ class _Loop:
         )
         _execute(self._cursor, self._build.statement, self._resolution)
         seen = len(self._resolution.seen)
-        if counting and not seen and self._asked:
+        # DuckDB may also have found another plan, in which the rows of the calls are not needed.
+        if counting and not seen and self._asked and self._reads_arrow():
             raise NotSettledError(
                 "The query asked for answers, and evaluated again it has no prompt at all, so its "
                 "input can be read only once. Give it a table instead of a stream, for example "
@@ -254,6 +284,10 @@ class _Loop:
         if raw is not None:
             self._cursor.execute(self._build.undo)
         return raw
+
+    def _reads_arrow(self) -> bool:
+        plan = self._cursor.execute(f"explain {self._build.query}").fetchall()
+        return "ARROW_SCAN" in str(plan)
 
     def _ask(self, raw: Path) -> bool:
         """Ask for what is missing; return whether this run asked anything itself."""

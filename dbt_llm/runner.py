@@ -12,6 +12,7 @@ from typing import Any
 
 from dbt_llm.config import Config, LLMConfig, OpenAILLM
 from dbt_llm.errors import CancelledError
+from dbt_llm.files import file_name, write_private
 from dbt_llm.job import run_job
 from dbt_llm.job_spec import JobResult, JobSpec
 from dbt_llm.parts import Provenance
@@ -34,6 +35,8 @@ class Run:
     target_folder: Path
     """Where dbt writes its artifacts; specs and engine logs go to `llm/` in it."""
     spool_folder: Path
+    after_us: int = 0
+    """No generation is dated earlier, in µs since 1970."""
 
     @property
     def name(self) -> str:
@@ -84,9 +87,9 @@ class Runner:
     def _run_one(self, llm: str, files: list[RequestFile]) -> JobResult:
         secrets = self._config.llms[llm].secrets()
         spec = self._spec(llm, files)
-        path = self._run.target_folder / "llm" / f"{self._run.node_id}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(spec.as_dict(), indent=2), encoding="utf-8")
+        name = file_name(self._run.node_id)
+        path = self._run.target_folder / "llm" / f"{name}.json"
+        write_private(path, json.dumps(spec.as_dict(), indent=2))
         progress = Progress(self._run.name, self._output.info, self._output.terminal)
         self._output.info(
             f"llm: {self._run.name}: asking {llm} ({spec.provenance.model}) for "
@@ -125,6 +128,7 @@ class Runner:
                 price_prompt=entry.price.prompt,
                 price_completion=entry.price.completion,
                 keep_prompts=self._config.store.keep_prompts,
+                after_us=self._run.after_us,
             ),
             ray_address=self._config.ray.address,
             log_folder=str((self._run.target_folder / "llm" / "logs").absolute()),

@@ -1,6 +1,6 @@
 """The declared Arrow schemas of what crosses a boundary: requests, answers and generations."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -86,6 +86,9 @@ PASSING_ERRORS = (
 
 ERROR_CODES = LASTING_ERRORS + PASSING_ERRORS
 
+MOST_TOKENS = 2**31
+"""More than any request has; so the sum over a part stays within 64 bits."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -111,8 +114,26 @@ class Answer:
 
 
 def answers_table(answers: list[Answer]) -> pa.Table:
-    """Return the answers as a table of schema `ANSWERS`."""
+    """Return the answers as a table of schema `ANSWERS`.
+
+    An output that is no text, for it holds half of a surrogate pair, becomes an error.
+    """
     columns: dict[str, list[Any]] = {
         name: [getattr(answer, name) for answer in answers] for name in ANSWERS.names
     }
-    return pa.table(columns, schema=ANSWERS)
+    try:
+        return pa.table(columns, schema=ANSWERS)
+    except UnicodeEncodeError:
+        return answers_table([_with_texts(answer) for answer in answers])
+
+
+def _with_texts(answer: Answer) -> Answer:
+    output, error, reason = map(_as_text, (answer.output, answer.error, answer.finish_reason))
+    code = answer.error_code
+    if output != answer.output and code is None:
+        code, error = "invalid_output", "the answer holds half of a surrogate pair"
+    return replace(answer, output=output, error=error, finish_reason=reason, error_code=code)
+
+
+def _as_text(text: str | None) -> str | None:
+    return None if text is None else text.encode(errors="replace").decode()

@@ -12,7 +12,7 @@ from dbt_llm.config import Config
 from dbt_llm.delta_extension import load_delta_extension
 from dbt_llm.functions import register_functions, register_macros
 from dbt_llm.in_flight import InFlight
-from dbt_llm.lookup import show_store
+from dbt_llm.lookup import newest_us, show_store
 from dbt_llm.progress import summary_line
 from dbt_llm.resolve_loop import Build, Settings, Summary, resolve
 from dbt_llm.runner import Output, Run, Runner
@@ -36,6 +36,8 @@ class Session:
     def prepare_database(self, connection: Any) -> None:
         """Register the Python functions on a DuckDB database, and load the Delta extension."""
         register_functions(connection, self.collector)
+        # DuckDB hands over 2,048 rows at a time: of prompts of a megabyte, more than 2 GiB.
+        connection.execute("set arrow_large_buffer_size = true")
         load_delta_extension(connection)
 
     def prepare_cursor(self, cursor: Any) -> None:
@@ -49,6 +51,9 @@ class Session:
         """Build a table whose query may call LLM functions; see `resolve_loop.resolve`."""
         remove_abandoned(run.spool_folder.parent)
         settings = replace(settings, warn=lambda text: output.warn(f"llm: {run.name}: {text}"))
+        if settings.refresh:
+            # Whatever the clock says now, the new answers are newer than those they replace.
+            run = replace(run, after_us=newest_us(cursor, self.store) + 1)
         runner = Runner(self.config, self.store, run, output, settings.cancelled)
         summary = resolve(
             cursor, build, self.collector, self.store, self._in_flight, runner, settings

@@ -6,7 +6,8 @@ Prompts can be many and large, so they pass through files and never lie in memor
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dbt_llm import sql
+from dbt_llm.arrange import write_in_order
 from dbt_llm.call import Call
+from dbt_llm.errors import SpoolError
+from dbt_llm.files import private_folder
 
 _RAW = pa.schema(
     [("prompt_hash", pa.string()), ("call_hash", pa.string()), ("prompt", pa.string())]
@@ -23,6 +27,8 @@ _RAW = pa.schema(
 _FLUSH_ROWS = 100_000
 _FLUSH_BYTES = 32 * 1024 * 1024
 _ABANDONED_AFTER_S = 24 * 3600
+_MEMORY_BYTES = 2 * 1024**3
+_SORTED_BYTES = 256 * 1024**2
 # Prompts that begin alike share their beginning in the engine's prefix cache.
 _PREFIX_LENGTH = 64
 
@@ -66,7 +72,8 @@ class RawSpool:
                 return None
             self._flush()
             assert self._writer is not None
-            self._writer.close()
+            with _writing_to(self._folder):
+                self._writer.close()
             path = self._path()
             self._writer = None
             self._files += 1
@@ -77,11 +84,12 @@ class RawSpool:
         return self._folder / f"raw-{self._files}.parquet"
 
     def _flush(self) -> None:
-        if self._writer is None:
-            private_folder(self._folder)
-            self._writer = pq.ParquetWriter(self._path(), _RAW, compression="zstd")
         table = pa.Table.from_batches([batch.cast(_RAW) for batch in self._batches], _RAW)
-        self._writer.write_table(table)
+        with _writing_to(self._folder):
+            if self._writer is None:
+                private_folder(self._folder)
+                self._writer = pq.ParquetWriter(self._path(), _RAW, compression="zstd")
+            self._writer.write_table(table)
         self._batches.clear()
         self._buffered_rows = self._buffered_bytes = 0
 
@@ -122,10 +130,8 @@ def prepare_requests(
         others: what other models ask just now.
         limit: the largest number of requests in all (the dbt variable `llm_limit`).
     """
-    folder = private_folder(folder)
-    connection = duckdb.connect(config={"temp_directory": str(folder / "tmp")})
-    try:
-        source = f"select * from read_parquet({sql.literal(str(raw))}) as raw {_without(asked)}"
+    with _writing_to(folder), _database(folder) as connection:
+        source = f"select *, file_row_number as row from {_source(raw)} as raw {_without(asked)}"
         left_to_others = 0
         if others:
             left_to_others = sql.scalar(
@@ -133,22 +139,52 @@ def prepare_requests(
                 f"select count(distinct prompt_hash) from ({source}) as r "
                 f"semi join {_union(others)} using (prompt_hash)",
             )
+        # Only what is small is grouped: an aggregate keeps its texts in memory.
         connection.execute(f"""
-            create temp view fresh as
-            select prompt_hash, any_value(call_hash) as call_hash, any_value(prompt) as prompt
+            create temp table fresh as
+            select
+                prompt_hash, any_value(call_hash) as call_hash, min(row) as row,
+                any_value(left(prompt, {_PREFIX_LENGTH})) as beginning,
+                any_value(strlen(prompt)) as length
             from ({source}) as r {_without(others)} group by prompt_hash""")
         files = []
         for number, (call_hash, call) in enumerate(sorted(calls.items())):
             path = folder / f"requests-{number}.parquet"
-            rows = _write_in_order(connection, call_hash, path, limit)
+            rows = _write_chosen(connection, raw, call_hash, path, limit)
             if rows:
                 files.append(RequestFile(path=str(path), rows=rows, call=call))
             if limit is not None:
                 limit -= rows
+        raw.unlink()
         return Prepared(files, left_to_others)
+
+
+@contextmanager
+def _database(folder: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+    """Open a database that puts what is over the limit on the disk, into a folder of requests."""
+    private_folder(folder)
+    connection = duckdb.connect(config={"temp_directory": str(folder / "tmp")})
+    try:
+        connection.execute(f"set memory_limit = '{_MEMORY_BYTES}B'")
+        yield connection
     finally:
         connection.close()
-        raw.unlink()
+
+
+@contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, duckdb.IOException) as error:
+        raise SpoolError(
+            f"Requests cannot be written to {folder}: {error}. Nothing of them was asked. Free "
+            "space on the disk of dbt's target folder, or set another one (target-path, or the "
+            "variable DBT_TARGET_PATH)."
+        ) from error
+
+
+def _source(raw: Path) -> str:
+    return sql.parquet([str(raw)])
 
 
 def _without(files: list[RequestFile]) -> str:
@@ -156,21 +192,28 @@ def _without(files: list[RequestFile]) -> str:
 
 
 def _union(files: list[RequestFile]) -> str:
-    return f"read_parquet({sql.literal_list([file.path for file in files])})"
+    return sql.parquet([file.path for file in files])
 
 
-def _write_in_order(
-    connection: duckdb.DuckDBPyConnection, call_hash: str, path: Path, limit: int | None
+def _write_chosen(
+    connection: duckdb.DuckDBPyConnection,
+    raw: Path,
+    call_hash: str,
+    path: Path,
+    limit: int | None,
 ) -> int:
-    copy = f"""
-        copy (
-            select prompt_hash, prompt
-            from (select * from fresh where call_hash = {sql.literal(call_hash)}
-                  {f"limit {limit:d}" if limit is not None else ""})
-            order by
-                max(strlen(prompt)) over (partition by left(prompt, {_PREFIX_LENGTH})) desc, prompt
-        ) to {sql.literal(str(path))} (format parquet, compression zstd, row_group_size 4096)"""
-    return int(sql.scalar(connection, copy))
+    connection.execute(f"""
+        create or replace temp table chosen as
+        select row, max(length) over (partition by beginning) as longest
+        from (select * from fresh where call_hash = {sql.literal(call_hash)}
+              {f"limit {limit:d}" if limit is not None else ""})""")
+    count = int(sql.scalar(connection, "select count(*) from chosen"))
+    # As much of each prompt as there is memory to sort.
+    length = _SORTED_BYTES // max(1, count)
+    rows = connection.execute(f"""
+        select row from {_source(raw)} as raw inner join chosen on raw.file_row_number = chosen.row
+        order by longest desc, left(prompt, {max(_PREFIX_LENGTH, length)})""").fetchnumpy()["row"]
+    return write_in_order(raw, rows, path)
 
 
 def missing_requests(
@@ -179,29 +222,17 @@ def missing_requests(
     """Return files with the requests of `files` that have no row in the `answered` part files."""
     if not answered:
         return files
-    private_folder(folder)
-    connection = duckdb.connect(config={"temp_directory": str(folder / "tmp")})
-    try:
+    with _writing_to(folder), _database(folder) as connection:
         left = []
         for number, file in enumerate(files):
             path = folder / f"requests-{number}.parquet"
-            copy = f"""
-                copy (
-                    select r.prompt_hash, r.prompt from read_parquet({sql.literal(file.path)}) as r
-                    anti join read_parquet({sql.literal_list(answered)}) as a using (prompt_hash)
-                ) to {sql.literal(str(path))} (format parquet, compression zstd)"""
-            rows = int(sql.scalar(connection, copy))
-            if rows:
-                left.append(RequestFile(path=str(path), rows=rows, call=file.call))
+            rows = connection.execute(f"""
+                select r.file_row_number as row from {sql.parquet([file.path])} as r
+                anti join {sql.parquet(answered)} as a using (prompt_hash)
+                order by row""").fetchnumpy()["row"]
+            if write_in_order(Path(file.path), rows, path):
+                left.append(RequestFile(path=str(path), rows=len(rows), call=file.call))
         return left
-    finally:
-        connection.close()
-
-
-def private_folder(folder: Path) -> Path:
-    """Create a folder that only its owner can read, for it holds prompts."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return folder
 
 
 def remove_abandoned(root: Path) -> None:

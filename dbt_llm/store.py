@@ -4,6 +4,8 @@ Both formats are append-only and keyed by prompt hash. In a Delta store a part c
 names it; in a Parquet store once it lies there, since a part appears whole or not at all.
 """
 
+import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -18,13 +20,16 @@ import pyarrow.parquet as pq
 
 from dbt_llm import sql
 from dbt_llm.config import StoreConfig
-from dbt_llm.errors import StoreError
-from dbt_llm.parts import PART_PATTERN, Part, read_part
+from dbt_llm.errors import ConfigError, StoreError
+from dbt_llm.parts import PART_PATTERN, Part, read_part, remove_half_parts
 from dbt_llm.schema import GENERATIONS
 
 _COMMIT_RETRIES = 100
+_PROBE_BYTES = 64 * 1024
 # A Parquet store has no log; to know its rows, the footer of every file has to be read.
 _COUNT_UP_TO_FILES = 200
+# delta-rs reads a path as a URL once too often, and takes a backslash for a slash.
+_NOT_IN_DELTA_PATHS = re.compile(r"%[0-9A-Fa-f]{2}|[\\\x00-\x1f\x7f]")
 
 
 @dataclass(frozen=True)
@@ -65,11 +70,25 @@ class Store(Protocol):
     def adopt(self) -> int:
         """Commit what earlier runs wrote and did not commit; return the number of rows."""
 
+    def forget_lost(self) -> int:
+        """Forget the files that somebody removed; return how many."""
+
 
 def open_store(config: StoreConfig) -> Store:
-    """Return the store of a profile; nothing is read or written yet."""
+    """Return the store of a profile; nothing is read or written yet.
+
+    Raises:
+        ConfigError: no Delta table can lie there.
+    """
     folder = (Path(config.path).absolute() / "generations").resolve()
-    return DeltaStore(folder) if config.format == "delta" else ParquetStore(folder)
+    if config.format == "parquet":
+        return ParquetStore(folder)
+    if found := _NOT_IN_DELTA_PATHS.search(str(folder)):
+        raise ConfigError(
+            f"The store's folder {str(folder)!r} has {found[0]!r} in its path, which the Delta "
+            "library takes for something else. Use another store.path, or store.format: parquet."
+        )
+    return DeltaStore(folder)
 
 
 class ParquetStore:
@@ -81,10 +100,11 @@ class ParquetStore:
     def create(self) -> None:
         """Create the folder."""
         _make_writable(self.folder)
+        remove_half_parts(self.folder)
 
     def snapshot(self) -> Snapshot:
         """List the part files."""
-        files = sorted(self.folder.glob(PART_PATTERN))
+        files = _part_files(self.folder)
         rows = None
         if len(files) <= _COUNT_UP_TO_FILES:
             rows = sum(_rows(file) for file in files)
@@ -100,6 +120,10 @@ class ParquetStore:
 
     def adopt(self) -> int:
         """Adopt nothing: a part counts from the moment it is there."""
+        return 0
+
+    def forget_lost(self) -> int:
+        """Forget nothing: a part counts as long as it is there."""
         return 0
 
 
@@ -118,6 +142,7 @@ class DeltaStore:
         from deltalake.exceptions import DeltaError
 
         _make_writable(self.folder)
+        remove_half_parts(self.folder)
         if self._open() is not None:
             return
         try:
@@ -144,8 +169,10 @@ class DeltaStore:
             version, actions = table.version(), table.get_add_actions(flatten=True)
         rows = actions["num_records"].to_pylist()
         # Delta keeps paths as relative URLs; file_uris() would leave them escaped.
-        files = (str(self.folder / unquote(path)) for path in actions["path"].to_pylist())
-        return Snapshot(version, tuple(files), None if None in rows else sum(rows))
+        names = [unquote(path) for path in actions["path"].to_pylist()]
+        _check_names(self.folder, names)
+        files = tuple(str(self.folder / name) for name in names)
+        return Snapshot(version, files, None if None in rows else sum(rows))
 
     def relation(self, snapshot: Snapshot, delta_scan: bool) -> str | None:
         """Read the version through the extension, or its files without."""
@@ -161,12 +188,25 @@ class DeltaStore:
             self._commit(parts)
 
     def _commit(self, parts: list[Part]) -> None:
+        if not parts:
+            return
+        problem: StoreError | None = None
+        sound = []
+        for part in parts:
+            try:
+                _check([part])
+                sound.append(part)
+            except StoreError as error:
+                problem = problem or error
+        if sound:
+            self._add(sound)
+        if problem is not None:
+            raise problem
+
+    def _add(self, parts: list[Part]) -> None:
         from deltalake.exceptions import CommitFailedError, DeltaError
         from deltalake.transaction import AddAction, CommitProperties
 
-        if not parts:
-            return
-        _check(parts)
         now = int(time.time() * 1000)
         actions = [
             AddAction(Path(part.path).name, part.size, {}, now, True, part.stats())
@@ -203,18 +243,50 @@ class DeltaStore:
                 ) from error
 
     def adopt(self) -> int:
-        """Commit the part files that no version names."""
+        """Commit the part files that no version names, and that none has named and removed."""
         snapshot = self.snapshot()
         if snapshot.version is None:
             return 0
         known = {Path(file).name for file in snapshot.files}
-        parts = [
-            _read_part(path)
-            for path in sorted(self.folder.glob(PART_PATTERN))
-            if path.name not in known
-        ]
+        paths = [path for path in _part_files(self.folder) if path.name not in known]
+        if paths:
+            removed = self._removed()
+            paths = [path for path in paths if path.name not in removed]
+        # What somebody cleans up just now is gone.
+        parts = [_read_part(path) for path in paths if path.exists()]
         self.commit(parts)
         return sum(part.rows for part in parts)
+
+    def forget_lost(self) -> int:
+        """Take the files that are gone out of the table; a vacuum may have been too eager."""
+        from deltalake.exceptions import DeltaError
+
+        files = self.snapshot().files
+        lost = [file for file in files if not Path(file).exists()]
+        if not lost:
+            return 0
+        if len(lost) == len(files):
+            raise StoreError(
+                f"All {len(files)} files of the generation store {self.folder} are gone, and its "
+                "log is there. Bring them back, or remove the log (_delta_log) to begin anew."
+            )
+        with self._lock:
+            try:
+                self._open().repair()
+            except DeltaError as error:
+                raise StoreError(
+                    f"{len(lost)} files of the generation store {self.folder} are gone, and its "
+                    f"log cannot be put right: {error}"
+                ) from error
+        return len(lost)
+
+    def _removed(self) -> set[str]:
+        """Return the files that lie there although a compaction or a delete replaced them."""
+        with self._lock:
+            names = self._open().vacuum(
+                retention_hours=0, dry_run=True, enforce_retention_duration=False
+            )
+        return {unquote(name) for name in names}
 
     def _open(self) -> Any:
         """Return the table as it is now, or None."""
@@ -244,13 +316,37 @@ class DeltaStore:
 def _read_parquet(snapshot: Snapshot) -> str | None:
     if not snapshot.files:
         return None
-    return f"read_parquet({sql.literal_list(list(snapshot.files))})"
+    return sql.parquet(list(snapshot.files))
+
+
+def _part_files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob(PART_PATTERN))
+    _check_names(folder, [file.name for file in files])
+    return files
+
+
+def _check_names(folder: Path, names: list[str]) -> None:
+    """Refuse what would lead out of the folder: whoever may write there need not choose it."""
+    if not names:
+        return
+    with os.scandir(folder) as entries:
+        links = {entry.name for entry in entries if entry.is_symlink()}
+    for name in names:
+        if name in links or "/" in name or name in {".", ".."}:
+            raise StoreError(
+                f"The generation store {folder} names {name!r}, which is no file of its folder "
+                "(a link, or another path). Nothing is read there. Remove the link, or take the "
+                "store from a backup."
+            )
 
 
 def _check(parts: list[Part]) -> None:
     for part in parts:
         path = Path(part.path)
-        size = path.stat().st_size if path.exists() else None
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            size = None
         if size != part.size or _rows(path) != part.rows:
             raise StoreError(
                 f"The part file {path} should have {part.size} bytes and "
@@ -283,10 +379,14 @@ def _make_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".write-test-{time.time_ns()}"
-        probe.write_bytes(b"")
-        probe.unlink()
+        try:
+            # A disk may be full and still take an empty file.
+            probe.write_bytes(b"0" * _PROBE_BYTES)
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(
             f"The generation store {folder} cannot be written: {error.strerror}. Nothing was "
-            "asked. Check the folder's permissions, or change store.path in the profile."
+            "asked. Check the folder's permissions and the space on its disk, or change store.path "
+            "in the profile."
         ) from error

@@ -144,7 +144,8 @@ class Throttle:
         self._accepted(ticket)
         self.window.grow(now, latency_s, ticket.filled and ticket.epoch is self._epoch)
         if self._tokens is not None and tokens is not None:
-            self._tokens.correct(tokens - ticket.tokens)
+            # One request cannot take more than a minute allows, whatever the server says.
+            self._tokens.correct(min(tokens, self._tokens.per_second * 60) - ticket.tokens)
         self.leave(ticket)
 
     def failed(self, ticket: Ticket) -> None:

@@ -13,6 +13,10 @@
 {% macro duckdb__create_table_as(temporary, relation, compiled_code, language='sql', partitioned_by=none, sorted_by=none) -%}
   {%- set build_sql = dbt.duckdb__create_table_as(temporary, relation, compiled_code, language, partitioned_by, sorted_by) -%}
   {%- if language == 'sql' and execute and model.resource_type != 'unit_test' -%}
+    {%- set columns = none -%}
+    {%- if temporary and config.get('on_schema_change') == 'fail' -%}
+      {%- set columns = adapter.get_columns_in_relation(this) | map(attribute='name') | list -%}
+    {%- endif -%}
     {#- Opens dbt's transaction (and the connection), so that the plugin's statements are in it. -#}
     {%- call statement('dbt_llm_begin', auto_begin=not (partitioned_by or sorted_by)) -%} select 1 {%- endcall -%}
     {%- set request = {
@@ -23,6 +27,7 @@
       'statement': build_sql,
       'undo': 'drop table ' ~ relation.include(database=(not temporary), schema=(not temporary)),
       'header': config.get('sql_header') or '',
+      'columns': columns,
       'mode': 'null' if flags.EMPTY else ('cached' if model.resource_type == 'test' else var('llm_mode', 'generate')),
       'refresh': var('llm_refresh', false),
       'limit': var('llm_limit', none),

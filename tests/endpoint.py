@@ -70,7 +70,10 @@ class Reply:
 
     status: int = 200
     body: dict[str, Any] | str | None = None
-    """None is the default answer or, with a status of 400 and up, an error body."""
+    """None is the default answer or, with a status of 400 and up, an error body.
+
+    In a text, `\udcff` is sent as the byte FF, which is no UTF-8.
+    """
     headers: dict[str, str] = field(default_factory=dict)
     delay_s: float = 0.0
     """How long to wait before the answer or the reset."""
@@ -340,6 +343,7 @@ class Endpoint:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.port: int = self._socket.getsockname()[1]
         self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="endpoint", daemon=True)
 
     @property
@@ -375,6 +379,8 @@ class Endpoint:
 
     def __enter__(self) -> Self:
         self._thread.start()
+        # The end of a context that does nothing would stop the loop before the server is there.
+        self._ready.wait()
         return self
 
     def __exit__(self, kind: object, raised: object, traceback: object) -> None:
@@ -386,6 +392,7 @@ class Endpoint:
     def _serve(self) -> None:
         start = self._loop.create_server(lambda: _Connection(self), sock=self._socket, backlog=4096)
         server = self._loop.run_until_complete(start)
+        self._ready.set()
         self._loop.run_forever()
         server.close()
         for connection in list(self._open):
@@ -528,7 +535,7 @@ class _Connection(asyncio.Protocol):
             self.reset()
             return
         assert isinstance(reply.body, str)
-        content = reply.body.encode()
+        content = reply.body.encode(errors="surrogateescape")
         lines = [f"HTTP/1.1 {reply.status} {_PHRASES.get(reply.status, 'Unknown')}"]
         lines += [f"{name}: {text}" for name, text in reply.headers.items()]
         lines += [f"content-length: {len(content)}", "", ""]

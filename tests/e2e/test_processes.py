@@ -117,6 +117,41 @@ def test_ctrl_c_stops_soon_and_keeps_what_was_answered(project: Project, tmp_pat
     assert_exact(project)
 
 
+def test_ctrl_c_does_not_wait_for_an_engine_that_hangs(project: Project, tmp_path: Path) -> None:
+    rules = [{"prompt": "x100", "death": "hang"}]
+    project.llms = {"default": {**SLOW["default"], "rules": rules}}
+    process = start(project, tmp_path / "interrupted.log")
+    # Of the requests before it, in the order of their prompts, all but the last are answered.
+    wait_until(lambda: committed(project) >= 1, "the first commits")
+    time.sleep(3)
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    assert process.wait(timeout=90) != 0
+    # A flush would be waited for a minute.
+    assert time.monotonic() - started < 30
+    project.llms = FAST
+    assert project.dbt_process("run").success
+    assert_exact(project)
+
+
+def test_a_second_ctrl_c_ends_at_once(project: Project, tmp_path: Path) -> None:
+    project.llms = SLOW
+    process = start(project, tmp_path / "interrupted.log")
+    wait_until(lambda: committed(project) >= 8, "the first commits")
+    found = committed(project)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    assert process.wait(timeout=90) != 0
+    assert time.monotonic() - started < 15
+    project.llms = FAST
+    outcome = project.dbt_process("run")
+    assert outcome.success, outcome.log
+    stored = int(outcome.summary("answers").split(" ")[2])
+    assert found <= stored < ROWS
+    assert_exact(project)
+
+
 def test_killed_engine_is_replaced_and_nothing_is_lost(project: Project, tmp_path: Path) -> None:
     project.llms = SLOW
     process = start(project, tmp_path / "replaced.log")

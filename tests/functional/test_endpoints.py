@@ -295,7 +295,7 @@ def test_a_limit_late_in_a_job_loses_nothing(project: Project) -> None:
         return error(429, "Rate limit reached.") if request.number >= 60 else None
 
     with Endpoint(tired) as endpoint:
-        use(project, endpoint, request_timeout_s=3)
+        use(project, endpoint, request_timeout_s=6)
         ask(project, 100)
         outcome = project.dbt("run")
         assert outcome.statuses == {"answers": "error"}

@@ -1,4 +1,5 @@
 import json
+import math
 
 import pyarrow as pa
 import pytest
@@ -263,15 +264,43 @@ def test_a_mention_of_the_mark_is_no_reasoning():
 # Tables
 
 
-@pytest.mark.parametrize("texts", [[], ["a", None, " b\n"], [None], [""]])
+@pytest.mark.parametrize("texts", [[], ["a", " b\n"], [""]])
 def test_text_without_reasoning_is_the_very_table(texts):
     table = answers_table([Answer(str(i), output=text) for i, text in enumerate(texts)])
     assert OutputCheck({"output": TEXT}).apply(table) is table
 
 
-def test_embeddings_are_the_very_table():
+def test_an_answer_without_a_text_is_an_error():
+    table = answers_table([Answer("h"), Answer("i", output="a")])
+    rows = OutputCheck({"output": TEXT}).apply(table).to_pylist()
+    assert [row["error_code"] for row in rows] == ["invalid_output", None]
+    assert rows[0]["status"] == "error"
+
+
+def test_embeddings_keep_their_numbers():
     table = answers_table([Answer("h", embedding=[1.0, 2.0], output="<think>")])
-    assert OutputCheck({"output": {"type": "embedding"}}).apply(table) is table
+    assert OutputCheck({"output": {"type": "embedding"}}).apply(table).equals(table)
+
+
+@pytest.mark.parametrize(
+    "embedding", [None, [], [1.0, math.nan], [math.inf], [-math.inf, 0.0], [1e300], [None]]
+)
+def test_an_embedding_that_is_none_is_an_error(embedding):
+    table = answers_table([Answer("h", embedding=embedding)])
+    (row,) = OutputCheck({"output": {"type": "embedding"}}).apply(table).to_pylist()
+    assert (row["status"], row["error_code"]) == ("error", "invalid_output")
+
+
+def test_embeddings_of_one_run_have_one_length():
+    check = OutputCheck({"output": {"type": "embedding"}})
+    sizes = {"a": 2, "b": 3, "c": 2}
+    codes = {}
+    for key, size in sizes.items():
+        table = answers_table([Answer(key, embedding=[1.0] * size)])
+        (row,) = check.apply(table).to_pylist()
+        codes[key] = (row["error_code"], row["error"])
+    wrong = "the embedding has 3 numbers, the first of this run 2"
+    assert codes == {"a": (None, None), "b": ("server_error", wrong), "c": (None, None)}
 
 
 @pytest.mark.parametrize("output", [TEXT, choice(*LABELS), FIELDS])
@@ -292,7 +321,7 @@ def test_rows_keep_their_order_and_their_keys():
     assert checked_table.select(["prompt_hash", "output", "status"]).to_pylist() == [
         {"prompt_hash": "h0", "output": "positive", "status": "ok"},
         {"prompt_hash": "h1", "output": "neutral", "status": "error"},
-        {"prompt_hash": "h2", "output": None, "status": "ok"},
+        {"prompt_hash": "h2", "output": None, "status": "error"},
         {"prompt_hash": "h3", "output": "negative", "status": "ok"},
     ]
 

@@ -1,6 +1,9 @@
 import json
+import os
 import threading
+import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -8,7 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbt_llm.parts import PART_PATTERN, Part, PartWriter, parts_of_run, read_part
+from dbt_llm.parts import (
+    PART_PATTERN,
+    Part,
+    PartWriter,
+    parts_of_run,
+    read_part,
+    remove_half_parts,
+)
 from dbt_llm.schema import ANSWERS, GENERATIONS, Answer, answers_table
 from tests.unit.generations import (
     call_of,
@@ -246,6 +256,33 @@ def test_eight_threads_share_a_writer(tmp_path, monkeypatch):
     assert sorted(part.path for part in flushed) == sorted(map(str, tmp_path.glob(PART_PATTERN)))
 
 
+def test_a_flush_waits_for_what_another_one_is_writing(tmp_path, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+    write_table = pq.write_table
+
+    def slow(table, file, **options):
+        begun.set()
+        assert go_on.wait(30)
+        write_table(table, file, **options)
+
+    monkeypatch.setattr("dbt_llm.parts.pq.write_table", slow)
+    parts = writer(tmp_path)
+    parts.add(answers_table([good(key("a"), "a")]), requests_of(["a"]))
+    first = threading.Thread(target=parts.write)
+    first.start()
+    assert begun.wait(30)
+    flushed = []
+    second = threading.Thread(target=lambda: flushed.extend(parts.flush()))
+    second.start()
+    second.join(0.1)
+    assert flushed == []
+    assert second.is_alive()
+    go_on.set()
+    first.join()
+    second.join()
+    assert [part.rows for part in flushed] == [1]
+
+
 def test_parts_are_found_by_their_run(tmp_path):
     first = write_part(tmp_path, ["a"], good, run_id="r1")
     second = write_part(tmp_path, ["b"], good, run_id="r2")
@@ -260,3 +297,14 @@ def test_answers_table_has_the_declared_schema_even_when_empty():
     table = answers_table([Answer("h", error_code="timeout", error="late")])
     assert table.schema == ANSWERS
     assert table["status"].to_pylist() == ["error"]
+
+
+def test_half_parts_are_removed_once_they_are_old(tmp_path):
+    part = write_part(tmp_path, ["p"], good)
+    old, young = tmp_path / ".1-run-a.tmp", tmp_path / ".2-run-b.tmp"
+    for path in (old, young):
+        path.write_bytes(b"PAR1")
+    for path in (old, Path(part.path)):
+        os.utime(path, (time.time() - 90_000, time.time() - 90_000))
+    remove_half_parts(tmp_path)
+    assert set(tmp_path.iterdir()) == {young, Path(part.path)}

@@ -10,13 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from dbt_llm.call import prompt_hash
+from dbt_llm.files import private_folder
 from dbt_llm.schema import REQUESTS
 from dbt_llm.spool import (
     RawSpool,
     RequestFile,
     missing_requests,
     prepare_requests,
-    private_folder,
     remove_abandoned,
 )
 from tests.unit.generations import call_of, good, key, write_part

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from dbt_llm import sql
 
-# DuckDB 1.5 cannot parse a NUL byte in a statement, quoted or not; no identifier may be empty.
-CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0")
+# DuckDB 1.5 cannot parse a NUL byte in a name; no name may be empty.
+IN_NAMES = st.characters(codec="utf-8", exclude_characters="\0")
 
 
 @pytest.fixture(scope="module")
@@ -15,23 +15,25 @@ def connection():
         yield connection
 
 
-@given(value=st.text(CHARACTERS))
+@given(value=st.text())
 def test_literal_gives_the_text_back(connection, value):
     assert connection.execute(f"select {sql.literal(value)}").fetchall() == [(value,)]
 
 
-@pytest.mark.parametrize("value", ["", "'", "''", "it's", '"', "\\", "\n", "$$", "--"])
+@pytest.mark.parametrize(
+    "value", ["", "'", "''", "it's", '"', "\\", "\n", "$$", "--", "\0", "\0'", "'\0\0'; --"]
+)
 def test_literal_of_a_special_text_gives_it_back(connection, value):
     assert connection.execute(f"select {sql.literal(value)}").fetchall() == [(value,)]
 
 
-@given(values=st.lists(st.text(CHARACTERS)))
+@given(values=st.lists(st.text()))
 def test_literal_list_gives_the_list_back(connection, values):
     (row,) = connection.execute(f"select {sql.literal_list(values)}::varchar[]").fetchall()
     assert row == (values,)
 
 
-@given(name=st.text(CHARACTERS, min_size=1))
+@given(name=st.text(IN_NAMES, min_size=1))
 def test_identifier_names_exactly_that_column(connection, name):
     result = connection.execute(f"select 7 as {sql.identifier(name)}")
     assert [column[0] for column in result.description] == [name]

@@ -192,6 +192,18 @@ def test_configured_tokens_are_held_exactly():
         assert 58_000 <= within <= 61_500
 
 
+def test_an_absurd_number_of_tokens_costs_a_minute_at_most():
+    async def main():
+        loop = asyncio.get_running_loop()
+        throttle = Throttle(8, tokens_per_minute=600)
+        ticket = await throttle.enter(10)
+        throttle.succeeded(ticket, 0.0, 10**9)
+        await throttle.enter(10)
+        return loop.time() - START
+
+    assert run_virtual(main()) == pytest.approx(60, abs=1.5)
+
+
 def test_a_retry_after_pauses_everything():
     async def work():
         loop, throttle = asyncio.get_running_loop(), Throttle(4)
