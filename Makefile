@@ -13,8 +13,8 @@ demo: install weights  ## Run the example project against a real LLM, twice.
 	@DBT_LLM_VENV="$(VENV)" bash scripts/demo.sh
 
 test: install weights $(DUCKDB2)  ## All tests; the functional ones on DuckDB 1.5 and on 2.0.
-	$(PY) -m pytest tests/unit tests/functional
-	PYTHONPATH=$(abspath $(DUCKDB2)) $(PY) -m pytest tests/unit tests/functional $(HTTP_TESTS:%=--ignore-glob=%)
+	$(PY) -m pytest -n 2 tests/unit tests/functional
+	PYTHONPATH=$(abspath $(DUCKDB2)) $(PY) -m pytest -n 2 tests/unit tests/functional $(HTTP_TESTS:%=--ignore-glob=%)
 	$(PY) -m pytest tests/faults tests/e2e
 
 faults: install weights  ## The long fault campaign: 100 kills, and what takes gigabytes. An hour.

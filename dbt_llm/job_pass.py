@@ -16,7 +16,7 @@ from dbt_llm.job_spec import JobResult, JobSpec
 from dbt_llm.parts import Part
 from dbt_llm.pool import Pool, Replica
 from dbt_llm.process_watch import this_process
-from dbt_llm.spool import RequestFile
+from dbt_llm.spool import RequestFile, mark_in_use
 from dbt_llm.store import Store
 
 _UNIT_ROWS = (64, 4000)
@@ -232,8 +232,8 @@ class Pass:
     def _flush_when_due(self) -> None:
         if time.monotonic() - self._last_flush < self._spec.commit_interval_s:
             return
-        self._last_flush = time.monotonic()
-        now = self._last_flush
+        self._last_flush = now = time.monotonic()
+        mark_in_use(Path(self._spec.work_folder))
         flushing = {replica for kind, replica in self._pending.values() if kind == "flush"}
         for replica in list(self._pool.replicas):
             if replica.dead or not replica.concurrency:

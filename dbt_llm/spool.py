@@ -3,11 +3,12 @@
 Prompts can be many and large, so they pass through files and never lie in memory as a whole.
 """
 
+import os
 import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -233,6 +234,12 @@ def missing_requests(
             if write_in_order(Path(file.path), rows, path):
                 left.append(RequestFile(path=str(path), rows=len(rows), call=file.call))
         return left
+
+
+def mark_in_use(folder: Path) -> None:
+    """Keep other runs from taking a spool for abandoned, however long its run takes."""
+    with suppress(FileNotFoundError):
+        os.utime(folder)
 
 
 def remove_abandoned(root: Path) -> None:

@@ -15,6 +15,7 @@ from dbt_llm.schema import REQUESTS
 from dbt_llm.spool import (
     RawSpool,
     RequestFile,
+    mark_in_use,
     missing_requests,
     prepare_requests,
     remove_abandoned,
@@ -264,6 +265,18 @@ def test_only_spools_older_than_a_day_are_removed(tmp_path):
     remove_abandoned(tmp_path)
     assert [folder.name for folder in tmp_path.iterdir()] == ["fresh"]
     assert (fresh / "raw-0.parquet").read_bytes() == b"x"
+
+
+def test_a_spool_in_use_is_kept_for_days(tmp_path):
+    folder = tmp_path / "long"
+    folder.mkdir()
+    two_days_ago = time.time() - 2 * 24 * 3600
+    os.utime(folder, (two_days_ago, two_days_ago))
+    mark_in_use(folder)
+    remove_abandoned(tmp_path)
+    assert folder.is_dir()
+    mark_in_use(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_no_spools_at_all_are_no_problem(tmp_path):
