@@ -21,7 +21,7 @@ from dbt_llm.job_pass import Pass
 from dbt_llm.job_spec import JobResult, JobSpec
 from dbt_llm.parts import PartWriter, parts_of_run, read_part
 from dbt_llm.pool import get_pool
-from dbt_llm.ray_session import connect
+from dbt_llm.ray_session import as_engine_error, connect
 from dbt_llm.schema import REQUESTS, Answer, answers_table
 from dbt_llm.spool import RequestFile, missing_requests
 from dbt_llm.store import Store
@@ -57,7 +57,8 @@ def run_job(
     while files:
         answered, deaths = result.answered, result.engine_deaths
         one_pass = Pass(spec, store, pool, files, result, cancelled, report, unit_rows)
-        one_pass.run()
+        with as_engine_error():
+            one_pass.run()
         number += 1
         died = result.engine_deaths > deaths
         if died:

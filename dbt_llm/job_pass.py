@@ -71,12 +71,14 @@ class Pass:
         self._refusal: EndpointError | None = None
 
     def run(self) -> None:
-        """Run the pass to its end; raises as `run_job` does."""
+        """Run the pass to its end; raises as `run_job` does, and what Ray raises."""
+        from ray.exceptions import RayError
+
         try:
             cancelled = self._ask_all()
         except BaseException:
             # What failed first is what a person has to know of.
-            with contextlib.suppress(DbtLLMError):
+            with contextlib.suppress(DbtLLMError, RayError):
                 self._end(early=True)
             raise
         self._end(early=cancelled or self._refusal is not None)

@@ -8,12 +8,15 @@ import contextlib
 import os
 import socket
 import threading
+from collections.abc import Iterator
 
 from dbt_llm.errors import EngineError
 
 _PROBE_TIMEOUT_S = 5.0
 _INIT_TIMEOUT_S = 120.0
 _OBJECT_STORE_BYTES = 512 * 1024 * 1024
+
+_LOGS = "/tmp/ray/session_latest/logs"
 
 _lock = threading.Lock()
 
@@ -43,6 +46,20 @@ def connect(address: str | None) -> None:
         _start(address)
 
 
+@contextlib.contextmanager
+def as_engine_error() -> Iterator[None]:
+    """Raise Ray's own failures, such as the death of its processes, as an `EngineError`."""
+    from ray.exceptions import RayError
+
+    try:
+        yield
+    except RayError as error:
+        raise EngineError(
+            f"Ray failed: {str(error).splitlines()[0]} Its logs are in {_LOGS}. What was answered "
+            "before is stored; run dbt again, which asks for the rest."
+        ) from error
+
+
 def _start(address: str | None) -> None:
     ready = threading.Event()
     failure: list[BaseException] = []
@@ -60,8 +77,7 @@ def _start(address: str | None) -> None:
     threading.Thread(target=live, name="dbt-llm-ray", daemon=True).start()
     if not ready.wait(_INIT_TIMEOUT_S):
         raise EngineError(
-            f"Ray did not start within {_INIT_TIMEOUT_S:.0f} s. "
-            "Its logs are in /tmp/ray/session_latest/logs."
+            f"Ray did not start within {_INIT_TIMEOUT_S:.0f} s. Its logs are in {_LOGS}."
         )
     if failure:
         raise EngineError(f"Ray did not start: {failure[0]}") from failure[0]

@@ -6,6 +6,7 @@ stands in docs/reliability.md; `test_kills.py` is the short form.
 """
 
 import argparse
+import io
 import json
 import os
 import random
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -329,7 +330,9 @@ def main() -> int:
         whole_s = undisturbed_s(Path(folder) / "undisturbed")
         faults = plan(arguments.kills, arguments.seed)
         for number, fault in enumerate(faults):
-            recovery = break_and_recover(Path(folder) / str(number), fault, whole_s)
+            # dbt prints what it does in this process.
+            with redirect_stdout(io.StringIO()):
+                recovery = break_and_recover(Path(folder) / str(number), fault, whole_s)
             recoveries.append(recovery)
             print(
                 f"{number + 1}/{len(faults)} {fault.target} at {fault.step} {fault.nth}: "
