@@ -153,6 +153,8 @@ def _project(folder: Path, endpoint: Endpoint, fault: Fault) -> Project:
         "answers",
         f"select i, llm_generate('x' || i) as r from range({ROWS}) t(i)",
         materialized=fault.materialized,
+        # Or a rerun after a kill at the very end would append all rows once more.
+        **({"unique_key": "i"} if fault.materialized == "incremental" else {}),
     )
     return project
 
