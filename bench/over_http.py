@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from bench.figures import Figure, alternate
 from dbt_llm.call import make_call, prompt_hash
 from dbt_llm.config import Config, load_config
 from dbt_llm.engine_openai import OpenAIEngine
@@ -19,6 +20,21 @@ from tests.endpoint import echo
 
 LATENCY_S = 0.05
 SLOTS = 256
+
+
+def http(rows: int, runs: int) -> list[Figure]:
+    """New prompts over HTTP: the `openai` engine against a bare client of the same SDK."""
+    server = Server()
+    try:
+        ours, baseline = alternate(
+            runs,
+            lambda: engine_seconds(server.base_url, rows),
+            lambda: client_seconds(server.base_url, rows),
+        )
+    finally:
+        server.close()
+    label = f"HTTP, {rows:,} prompts, {SLOTS} slots of {LATENCY_S:g} s"
+    return [Figure(label, ours, baseline, target="≤ 1.11 (0.9 of the client)")]
 
 
 class Server:
