@@ -4,6 +4,7 @@ DuckDB's sort keeps long texts in memory, whatever its limit is. So it only sort
 the rows go where they belong in two passes: into buckets on the disk, then each bucket in order.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,47 +20,62 @@ _BUCKET_BYTES = 128 * 1024 * 1024
 _MOST_BUCKETS = 64
 _LARGEST_BUCKET_BYTES = 1024 * 1024 * 1024
 _ROW_GROUP_ROWS = 4096
+_MOST_BATCH_ROWS = 65_536
+# A prompt hash, and what Arrow adds.
+_KEY_BYTES = 80
 _PLACE = "place"
 
 
-def write_in_order(source: Path, rows: Any, target: Path) -> int:
+def write_in_order(source: Path, rows: Any, lengths: Any, target: Path) -> int:
     """Write the requests of `source` whose row numbers are `rows`, in that order; return how many.
 
-    `rows` is a NumPy array of whole numbers, each at most once.
+    `rows` is a NumPy array of whole numbers, each at most once; `lengths` has the bytes of their
+    prompts.
     """
     if not len(rows):
         return 0
+    sizes = lengths.astype(np.int64) + _KEY_BYTES
+    ends = np.cumsum(sizes)
+    size = min(max(_BUCKET_BYTES, int(ends[-1]) // _MOST_BUCKETS), _LARGEST_BUCKET_BYTES)
+    _, bucket_of = np.unique((ends - sizes) // size, return_inverse=True)
+    buckets = [target.with_name(f"{target.name}.{n}") for n in range(int(bucket_of[-1]) + 1)]
     with pq.ParquetFile(source) as file:
-        total = max(1, file.metadata.num_rows)
-        row_bytes = max(1, bytes_of(file.metadata) // total)
-        places = np.full(total, -1, np.int64)
+        places = np.full(max(1, file.metadata.num_rows), -1, np.int64)
         places[rows] = np.arange(len(rows))
-        share = row_bytes * len(rows)
-        size = min(max(_BUCKET_BYTES, share // _MOST_BUCKETS), _LARGEST_BUCKET_BYTES)
-        per_bucket = max(1, size // row_bytes)
-        buckets = [
-            target.with_name(f"{target.name}.{number}")
-            for number in range(0, len(rows), per_bucket)
-        ]
-        _distribute(file, places, per_bucket, buckets, max(1, _BATCH_BYTES // row_bytes))
-    group_rows = max(1, min(_ROW_GROUP_ROWS, _BATCH_BYTES // row_bytes))
+        batch_rows = max(1, min(_MOST_BATCH_ROWS, _BATCH_BYTES * len(rows) // int(ends[-1])))
+        _distribute(file, places, bucket_of, buckets, batch_rows)
     with pq.ParquetWriter(target, REQUESTS, compression="zstd") as writer:
-        for bucket in buckets:
+        for number, bucket in enumerate(buckets):
             table = pq.read_table(bucket, partitioning=None)
             bucket.unlink()
             table = table.take(np.argsort(table[_PLACE].to_numpy()))
-            writer.write_table(table.select(REQUESTS.names).cast(REQUESTS), group_rows)
+            table = table.select(REQUESTS.names).cast(REQUESTS)
+            for start, stop in _groups(sizes[bucket_of == number]):
+                writer.write_table(table.slice(start, stop - start))
     return len(rows)
 
 
-def bytes_of(metadata: Any) -> int:
-    """Return the size of a Parquet file's content before compression."""
-    groups = range(metadata.num_row_groups)
-    return sum(int(metadata.row_group(group).total_byte_size) for group in groups)
+def largest_row_bytes(path: str) -> int:
+    """Return the mean size of a request in that row group of a file where it is largest."""
+    metadata = pq.read_metadata(path)
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    return max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=1)
+
+
+def _groups(sizes: Any) -> Iterator[tuple[int, int]]:
+    """Yield the first row of each row group and the one after its last."""
+    ends = np.cumsum(sizes)
+    start = 0
+    while start < len(sizes):
+        before = int(ends[start - 1]) if start else 0
+        fitting = int(np.searchsorted(ends, before + _BATCH_BYTES, "right"))
+        stop = max(start + 1, min(fitting, start + _ROW_GROUP_ROWS))
+        yield start, stop
+        start = stop
 
 
 def _distribute(
-    file: Any, places: Any, per_bucket: int, buckets: list[Path], batch_rows: int
+    file: Any, places: Any, bucket_of: Any, buckets: list[Path], batch_rows: int
 ) -> None:
     schema = REQUESTS.append(pa.field(_PLACE, pa.int64()))
     writers = [pq.ParquetWriter(bucket, schema, compression="zstd") for bucket in buckets]
@@ -69,7 +85,7 @@ def _distribute(
             here = places[start : start + batch.num_rows]
             start += batch.num_rows
             table = pa.table([*batch.select(REQUESTS.names).columns, here], schema=schema)
-            numbers = np.where(here < 0, -1, here // per_bucket)
+            numbers = np.where(here < 0, -1, bucket_of[here])
             for number in np.unique(numbers[numbers >= 0]):
                 writers[number].write_table(table.take(np.flatnonzero(numbers == number)))
     finally:

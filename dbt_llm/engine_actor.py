@@ -1,6 +1,7 @@
 """The Ray actor around one engine: it answers units of requests and writes the part files."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import sys
@@ -18,6 +19,8 @@ from dbt_llm.ledger import Ledger
 from dbt_llm.parts import Part, PartWriter, Provenance
 from dbt_llm.process_watch import ProcessId, call_when_gone
 from dbt_llm.schema import REQUESTS, Answer, answers_table
+
+_ABANDON_S = 0.5
 
 
 class EngineActor:
@@ -125,7 +128,7 @@ class EngineActor:
         """Forget a run whose parts have all been fetched."""
         for key in [key for key in self._writers if key[0] == run_id]:
             del self._writers[key]
-            del self._checks[key]
+            self._checks.pop(key, None)
         self._units.pop(run_id, None)
 
     def _leave(self) -> None:
@@ -135,9 +138,12 @@ class EngineActor:
     async def _write_and_exit(self) -> None:
         try:
             for run_id in list(self._units):
-                await self.abandon(run_id)
+                # Ray ends this process soon; an engine that does not stop must not keep it.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.abandon(run_id), _ABANDON_S)
             for writer in list(self._writers.values()):
-                await asyncio.to_thread(writer.flush)
+                with contextlib.suppress(OSError):
+                    await asyncio.to_thread(writer.write)
         finally:
             os._exit(1)
 

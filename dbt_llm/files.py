@@ -32,6 +32,7 @@ def write_private(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        # The file may be an older one that everybody could read.
-        os.fchmod(descriptor, 0o600)
+        if hasattr(os, "fchmod"):
+            # The file may be an older one that everybody could read.
+            os.fchmod(descriptor, 0o600)
         file.write(text)

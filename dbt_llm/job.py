@@ -51,6 +51,10 @@ def run_job(
     result = JobResult(asked=spec.rows)
     connect(spec.ray_address)
     pool = get_pool(spec.engine, secrets, spec.replicas, spec.log_folder)
+    # Whatever killed its engines before, this job may try.
+    pool.deaths = 0
+    # Another job of the same run wrote these: for an inner call, or on another LLM.
+    earlier = set(parts_of_run(Path(spec.store_folder), spec.provenance.run_id))
     files = spec.requests
     unit_rows: int | None = None
     number = lone_deaths = 0
@@ -62,8 +66,9 @@ def run_job(
         number += 1
         died = result.engine_deaths > deaths
         if died:
-            _take_in_lost_parts(spec, store, result)
-        if result.answered >= result.asked:
+            _take_in_lost_parts(spec, store, result, earlier)
+        # What a dying engine wrote at the last moment may be there twice.
+        if result.answered >= result.asked and not result.engine_deaths:
             break
         work_folder = Path(spec.work_folder) / f"pass-{number}"
         files = missing_requests(files, [part.path for part in result.parts], work_folder)
@@ -83,11 +88,11 @@ def run_job(
     return result
 
 
-def _take_in_lost_parts(spec: JobSpec, store: Store, result: JobResult) -> None:
+def _take_in_lost_parts(spec: JobSpec, store: Store, result: JobResult, earlier: set[Path]) -> None:
     """Commit the parts that a dead engine had written and could not tell of."""
-    known = {part.path for part in result.parts}
+    known = {Path(part.path) for part in result.parts} | earlier
     paths = parts_of_run(Path(spec.store_folder), spec.provenance.run_id)
-    lost = [read_part(path) for path in paths if str(path) not in known]
+    lost = [read_part(path) for path in paths if path not in known]
     store.commit(lost)
     result.parts += lost
 

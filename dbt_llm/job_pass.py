@@ -8,14 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
-from dbt_llm.arrange import bytes_of
+from dbt_llm.arrange import largest_row_bytes
 from dbt_llm.errors import CancelledError, DbtLLMError, EndpointError, EngineError
 from dbt_llm.job_spec import JobResult, JobSpec
 from dbt_llm.parts import Part
 from dbt_llm.pool import Pool, Replica
 from dbt_llm.process_watch import this_process
+from dbt_llm.ray_session import first_line
 from dbt_llm.spool import RequestFile, mark_in_use
 from dbt_llm.store import Store
 
@@ -133,7 +132,8 @@ class Pass:
         smallest, largest = _UNIT_ROWS
         roomy = max(smallest, min(largest, rows // (self._spec.replicas * _UNITS_PER_REPLICA)))
         # What an engine has in its hands at a time is bounded in bytes, too.
-        return min([roomy, *(max(1, _UNIT_BYTES // _row_bytes(file)) for file in self._files)])
+        largest_bytes = max(largest_row_bytes(file.path) for file in self._files)
+        return min(roomy, max(1, _UNIT_BYTES // max(1, largest_bytes)))
 
     def _start_new(self) -> None:
         waiting = {id(replica) for kind, replica in self._pending.values() if kind == "start"}
@@ -189,7 +189,7 @@ class Pass:
         try:
             value = ray.get(reference)
         except RayActorError as error:
-            self._lose(replica, str(error).splitlines()[0])
+            self._lose(replica, first_line(error))
             return
         except RayTaskError as error:
             cause = getattr(error, "cause", None)
@@ -304,10 +304,11 @@ class Pass:
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+        patience_s = _FLUSH_TIMEOUT_S if self._cancelled.is_set() else _HUNG_S
         try:
-            parts = ray.get(reference, timeout=_FLUSH_TIMEOUT_S)
+            parts = ray.get(reference, timeout=patience_s)
         except (RayActorError, GetTimeoutError) as error:
-            self._lose(replica, str(error).splitlines()[0])
+            self._lose(replica, first_line(error))
             return
         except RayTaskError as error:
             raise self._failure(replica, error) from None
@@ -336,11 +337,6 @@ class _Unit:
     offset: int
     length: int | None
     """None: to the block's end."""
-
-
-def _row_bytes(file: RequestFile) -> int:
-    """Return the mean size of a request."""
-    return max(1, bytes_of(pq.read_metadata(file.path)) // max(1, file.rows))
 
 
 def _units(files: list[RequestFile], unit_rows: int) -> Generator[_Unit, None, None]:

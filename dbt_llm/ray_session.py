@@ -46,6 +46,11 @@ def connect(address: str | None) -> None:
         _start(address)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says; Ray's errors go on for pages."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 @contextlib.contextmanager
 def as_engine_error() -> Iterator[None]:
     """Raise Ray's own failures, such as the death of its processes, as an `EngineError`."""
@@ -55,7 +60,7 @@ def as_engine_error() -> Iterator[None]:
         yield
     except RayError as error:
         raise EngineError(
-            f"Ray failed: {str(error).splitlines()[0]} Its logs are in {_LOGS}. What was answered "
+            f"Ray failed: {first_line(error)} Its logs are in {_LOGS}. What was answered "
             "before is stored; run dbt again, which asks for the rest."
         ) from error
 
@@ -95,10 +100,16 @@ def _init(address: str | None) -> None:
         address="local",
         _node_ip_address="127.0.0.1",
         include_dashboard=False,
-        num_cpus=max(1, len(os.sched_getaffinity(0))),
+        num_cpus=_cpus(),
         object_store_memory=_OBJECT_STORE_BYTES,
         **common,
     )
+
+
+def _cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _probe(address: str) -> None:

@@ -140,14 +140,16 @@ def prepare_requests(
                 f"select count(distinct prompt_hash) from ({source}) as r "
                 f"semi join {_union(others)} using (prompt_hash)",
             )
-        # Only what is small is grouped: an aggregate keeps its texts in memory.
+        # Only keys are grouped: an aggregate cannot put the texts that it carries on the disk.
         connection.execute(f"""
             create temp table fresh as
             select
-                prompt_hash, any_value(call_hash) as call_hash, min(row) as row,
-                any_value(left(prompt, {_PREFIX_LENGTH})) as beginning,
-                any_value(strlen(prompt)) as length
-            from ({source}) as r {_without(others)} group by prompt_hash""")
+                call_hash, row, left(prompt, {_PREFIX_LENGTH}) as beginning,
+                strlen(prompt) as length
+            from ({source}) as r semi join (
+                select min(row) as row from ({source}) as r {_without(others)}
+                group by prompt_hash
+            ) as first using (row)""")
         files = []
         for number, (call_hash, call) in enumerate(sorted(calls.items())):
             path = folder / f"requests-{number}.parquet"
@@ -176,7 +178,7 @@ def _database(folder: Path) -> Iterator[duckdb.DuckDBPyConnection]:
 def _writing_to(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, duckdb.IOException) as error:
+    except (OSError, duckdb.IOException, duckdb.OutOfMemoryException) as error:
         raise SpoolError(
             f"Requests cannot be written to {folder}: {error}. Nothing of them was asked. Free "
             "space on the disk of dbt's target folder, or set another one (target-path, or the "
@@ -205,34 +207,39 @@ def _write_chosen(
 ) -> int:
     connection.execute(f"""
         create or replace temp table chosen as
-        select row, max(length) over (partition by beginning) as longest
+        select row, length, max(length) over (partition by beginning) as longest
         from (select * from fresh where call_hash = {sql.literal(call_hash)}
               {f"limit {limit:d}" if limit is not None else ""})""")
     count = int(sql.scalar(connection, "select count(*) from chosen"))
     # As much of each prompt as there is memory to sort.
     length = _SORTED_BYTES // max(1, count)
-    rows = connection.execute(f"""
-        select row from {_source(raw)} as raw inner join chosen on raw.file_row_number = chosen.row
-        order by longest desc, left(prompt, {max(_PREFIX_LENGTH, length)})""").fetchnumpy()["row"]
-    return write_in_order(raw, rows, path)
+    order = connection.execute(f"""
+        select row, length
+        from {_source(raw)} as raw inner join chosen on raw.file_row_number = chosen.row
+        order by longest desc, left(prompt, {max(_PREFIX_LENGTH, length)})""").fetchnumpy()
+    return write_in_order(raw, order["row"], order["length"], path)
 
 
 def missing_requests(
     files: list[RequestFile], answered: list[str], folder: Path
 ) -> list[RequestFile]:
     """Return files with the requests of `files` that have no row in the `answered` part files."""
+    # What somebody removed in the meantime is asked again.
+    answered = [path for path in answered if Path(path).exists()]
     if not answered:
         return files
     with _writing_to(folder), _database(folder) as connection:
         left = []
         for number, file in enumerate(files):
             path = folder / f"requests-{number}.parquet"
-            rows = connection.execute(f"""
-                select r.file_row_number as row from {sql.parquet([file.path])} as r
+            found = connection.execute(f"""
+                select r.file_row_number as row, strlen(r.prompt) as length
+                from {sql.parquet([file.path])} as r
                 anti join {sql.parquet(answered)} as a using (prompt_hash)
-                order by row""").fetchnumpy()["row"]
-            if write_in_order(Path(file.path), rows, path):
-                left.append(RequestFile(path=str(path), rows=len(rows), call=file.call))
+                order by row""").fetchnumpy()
+            rows = write_in_order(Path(file.path), found["row"], found["length"], path)
+            if rows:
+                left.append(RequestFile(path=str(path), rows=rows, call=file.call))
         return left
 
 

@@ -28,6 +28,7 @@ _COMMIT_RETRIES = 100
 _PROBE_BYTES = 64 * 1024
 # A Parquet store has no log; to know its rows, the footer of every file has to be read.
 _COUNT_UP_TO_FILES = 200
+_FEW_FILES = 10
 # delta-rs reads a path as a URL once too often, and takes a backslash for a slash.
 _NOT_IN_DELTA_PATHS = re.compile(r"%[0-9A-Fa-f]{2}|[\\\x00-\x1f\x7f]")
 
@@ -261,14 +262,19 @@ class DeltaStore:
         """Take the files that are gone out of the table; a vacuum may have been too eager."""
         from deltalake.exceptions import DeltaError
 
-        files = self.snapshot().files
-        lost = [file for file in files if not Path(file).exists()]
-        if not lost:
-            return 0
-        if len(lost) == len(files):
+        lost: list[str] = []
+        for _ in range(2):
+            # Somebody may have compacted the table after the first look.
+            files = self.snapshot().files
+            lost = [file for file in files if not Path(file).exists()]
+            if not lost:
+                return 0
+        if len(lost) == len(files) or len(lost) > max(_FEW_FILES, len(files) // 100):
             raise StoreError(
-                f"All {len(files)} files of the generation store {self.folder} are gone, and its "
-                "log is there. Bring them back, or remove the log (_delta_log) to begin anew."
+                f"{len(lost)} of {len(files)} files of the generation store {self.folder} are "
+                "gone, and its log names them. Nothing was asked. Bring them back (is the folder "
+                "still being copied or mounted?), or remove the log (_delta_log): the files that "
+                "are there are then taken in, and what the others held is asked again."
             )
         with self._lock:
             try:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from dbt_llm import job_pass
+from dbt_llm.engine_replay import made_up_answer
 from tests.project import Project
 
 ROWS = 300
@@ -60,6 +61,22 @@ def test_two_of_them_are_both_found(project: Project) -> None:
     assert good_rows(project) == (ROWS, ROWS - 2)
     failed = project.generations("prompt, error_code", "status = 'error' order by prompt")
     assert failed == [("x17", "engine_died"), ("x18", "engine_died")]
+
+
+def test_one_in_the_second_job_of_a_model_costs_that_one_alone(project: Project) -> None:
+    project.model(
+        "answers",
+        f"select i, llm_generate(llm_generate('x' || i)) as r from range({ROWS}) t(i)",
+    )
+    project.llms = poison(made_up_answer("x17"))
+    outcome = project.dbt("run")
+    assert outcome.success, outcome.log
+    query = "select i from answers where r is distinct from made_up(made_up('x' || i))"
+    assert project.query(query) == [(17,)]
+    assert project.generations("count(*), count(distinct prompt_hash)") == [(2 * ROWS, 2 * ROWS)]
+    assert outcome.summary("answers").startswith(
+        f"{2 * ROWS} prompts, 0 stored, {2 * ROWS - 1} generated, 1 failed"
+    )
 
 
 def test_a_job_of_nothing_else_ends(project: Project) -> None:
