@@ -344,7 +344,8 @@ def test_a_file_of_the_table_is_gone(project: Project) -> None:
     assert outcome.success, outcome.log
     assert_all_files_are_there(project)
     assert_exact(project)
-    for name in names[1:]:
+    # More than ten would be taken for a store that is half there.
+    for name in names[1:10]:
         (project.store / name).unlink()
     assert_rerun_completes(project, 1)
     shutil.move(project.store / "_delta_log", project.folder / "log")

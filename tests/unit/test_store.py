@@ -1,6 +1,7 @@
 import os
 import shutil
 import threading
+from pathlib import Path
 
 import duckdb
 import pyarrow.parquet as pq
@@ -352,3 +353,19 @@ def test_part_files_hold_one_call_each_so_that_statistics_tell_them_apart(store)
         store.commit([write_part(store.folder, ["a", "b"], good, call=call)])
     files = [pq.read_table(file) for file in store.snapshot().files]
     assert [len(set(table["call_hash"].to_pylist())) for table in files] == [1, 1]
+
+
+def test_a_few_lost_files_are_forgotten_and_many_are_an_error(tmp_path):
+    store = created(tmp_path, "delta")
+    parts = [write_part(store.folder, [f"p{number}"], good) for number in range(14)]
+    store.commit(parts)
+    for part in parts[:2]:
+        Path(part.path).unlink()
+    assert store.forget_lost() == 2
+    assert store.snapshot().rows == 12
+    assert store.forget_lost() == 0
+    for part in parts[2:13]:
+        Path(part.path).unlink()
+    with pytest.raises(StoreError, match="11 of 12 files of the generation store"):
+        store.forget_lost()
+    assert store.snapshot().rows == 12
