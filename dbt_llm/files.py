@@ -2,11 +2,13 @@
 
 import os
 import re
+import time
 from pathlib import Path
 
 from dbt_llm.call import sha256_hex
 
 _LONGEST_BYTES = 150
+_ABANDONED_AFTER_S = 24 * 3600
 
 
 def file_name(name: str) -> str:
@@ -19,6 +21,15 @@ def file_name(name: str) -> str:
     if plain == name and name.strip("."):
         return name
     return f"{plain.strip('.')}-{sha256_hex(name)[:8]}".lstrip("-")
+
+
+def is_abandoned(path: Path) -> bool:
+    """Tell whether nobody has written there for a day, so that who made it was killed.
+
+    Raises:
+        OSError: it is gone, for example.
+    """
+    return time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S
 
 
 def private_folder(folder: Path) -> Path:

@@ -18,12 +18,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from dbt_llm.files import is_abandoned
 from dbt_llm.schema import ANSWERS, GENERATIONS
 
 PART_PATTERN = "part-*.parquet"
 """All parts; their names are part-TIME-RUN-RANDOM.parquet."""
 _HALF_PATTERN = ".*.tmp"
-_ABANDONED_AFTER_S = 86_400
 _FLUSH_ROWS = 50_000
 _FLUSH_BYTES = 64 * 1024 * 1024
 
@@ -89,7 +89,7 @@ def remove_half_parts(folder: Path) -> None:
     """Remove what processes that were killed more than a day ago had begun to write."""
     for path in folder.glob(_HALF_PATTERN):
         with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S:
+            if is_abandoned(path):
                 path.unlink()
 
 

@@ -6,7 +6,6 @@ Prompts can be many and large, so they pass through files and never lie in memor
 import os
 import shutil
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,14 +19,13 @@ from dbt_llm import sql
 from dbt_llm.arrange import write_in_order
 from dbt_llm.call import Call
 from dbt_llm.errors import SpoolError
-from dbt_llm.files import private_folder
+from dbt_llm.files import is_abandoned, private_folder
 
 _RAW = pa.schema(
     [("prompt_hash", pa.string()), ("call_hash", pa.string()), ("prompt", pa.string())]
 )
 _FLUSH_ROWS = 100_000
 _FLUSH_BYTES = 32 * 1024 * 1024
-_ABANDONED_AFTER_S = 24 * 3600
 _MEMORY_BYTES = 2 * 1024**3
 _SORTED_BYTES = 256 * 1024**2
 # Prompts that begin alike share their beginning in the engine's prefix cache.
@@ -255,7 +253,7 @@ def remove_abandoned(root: Path) -> None:
         return
     for folder in root.iterdir():
         try:
-            if time.time() - folder.stat().st_mtime > _ABANDONED_AFTER_S:
+            if is_abandoned(folder):
                 shutil.rmtree(folder, ignore_errors=True)
         except FileNotFoundError:
             continue
