@@ -65,11 +65,8 @@ class OutputCheck:
             return answer
         numbers = answer.embedding
         if not numbers:
-            return _failed(
-                replace(answer, embedding=None), "invalid_output", "the embedding has no numbers"
-            )
+            return _failed(answer, "invalid_output", "the embedding has no numbers")
         if not all(number is not None and math.isfinite(number) for number in numbers):
-            answer = replace(answer, embedding=None)
             return _failed(
                 answer, "invalid_output", "the embedding has numbers that are not finite"
             )
@@ -77,7 +74,7 @@ class OutputCheck:
         if len(numbers) != self._dimensions:
             # It passes: it is not the text that decides how many numbers there are.
             return _failed(
-                replace(answer, embedding=None),
+                answer,
                 "server_error",
                 f"the embedding has {len(numbers)} numbers, the first of this run "
                 f"{self._dimensions}",
@@ -187,4 +184,5 @@ def _with_output(answer: Answer, output: str) -> Answer:
 
 
 def _failed(answer: Answer, code: str, message: str) -> Answer:
-    return replace(answer, error_code=code, error=message)
+    # What was said stays in the store; numbers that are none help nobody there.
+    return replace(answer, error_code=code, error=message, embedding=None)
