@@ -86,7 +86,9 @@ class Pool:
         actor_class = ray.remote(EngineActor).options(
             num_cpus=0,
             num_gpus=_gpus(self.config),
-            # Where engines ask for nothing, all would start on one machine of a cluster.
+            # Ray spreads only what asks for something; an actor that asks for nothing it puts
+            # anywhere, so that all might start on one machine of a cluster. One byte will do.
+            memory=1,
             scheduling_strategy="SPREAD",
             max_concurrency=_CONCURRENT_METHODS,
             max_restarts=0,
