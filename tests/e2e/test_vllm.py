@@ -1,10 +1,15 @@
 """A real LLM: SmolLM2-135M-Instruct through vLLM, Ray and dbt, on the CPU."""
 
+import contextlib
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.conftest import WEIGHTS
+from tests.e2e.test_processes import committed, wait_until
 from tests.project import Project
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("weights")]
@@ -42,6 +47,36 @@ def test_answers_come_from_the_model_and_stay(project: Project) -> None:
     assert again.summary("capitals") == "3 prompts, 3 stored, 0 generated"
     assert project.version() == version
     assert project.query("select country, answer from capitals order by country nulls last") == rows
+
+
+def test_nothing_of_vllm_outlives_a_dbt_that_is_killed(project: Project) -> None:
+    project.config["commit_interval_s"] = 0.5
+    project.model(
+        "answers",
+        "select llm_generate('Count to ' || i, max_tokens := 64, extra := {'ignore_eos': true}) "
+        "as r from range(500) t(i)",
+    )
+    process = subprocess.Popen(
+        project.command("run"), cwd=project.folder, stdout=subprocess.DEVNULL
+    )
+    try:
+        wait_until(lambda: committed(project) > 0, "the first answers", timeout_s=180)
+        names = processes_in(project.folder)
+        assert {"VLLM::EngineCor", "VLLM::Worker"} <= {name[:15] for name in names}
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not processes_in(project.folder), "all processes to end")
+
+
+def processes_in(folder: Path) -> set[str]:
+    """Return the names of all processes that work in a folder."""
+    names = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cwd() == str(folder):
+                names.add(process.name())
+    return names
 
 
 def test_one_prompt_over_the_context_length_and_49_answers(project: Project) -> None:

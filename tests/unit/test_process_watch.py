@@ -1,5 +1,6 @@
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -59,3 +60,18 @@ def test_one_of_another_machine_is_not_watched(other):
 def test_this_process_names_itself():
     assert this_process().pid == os.getpid()
     assert this_process().space
+
+
+def test_others_end_with_a_process_that_is_killed(other):
+    code = (
+        "from dbt_llm.process_watch import end_with_this_process\n"
+        f"end_with_this_process([{other.pid}])\n"
+        "print('ready', flush=True)\n"
+        "input()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as watched:
+        assert watched.stdout.readline() == b"ready\n"
+        assert other.poll() is None
+        watched.kill()
+    assert other.wait(timeout=30) == -signal.SIGKILL
