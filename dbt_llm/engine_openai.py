@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -38,6 +39,7 @@ from dbt_llm.outbox import Outbox
 from dbt_llm.schema import Answer
 from dbt_llm.throttle import Throttle
 
+_TRIAL_REQUESTS = 8
 _CONTROL = "Hi"
 _CONTROL_TOKENS = 16
 # So many suspicious refusals in a row are looked into even where requests went well before.
@@ -57,6 +59,8 @@ class _Standing:
     units: int = 0
     """Under way."""
     accepted: bool = False
+    trial: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_TRIAL_REQUESTS))
+    """Held by requests until the first answer: what is wrong with one may be wrong with all."""
     refused: int = 0
     """In a row, of those refusals that may concern every request."""
     checked_at: float = float("-inf")
@@ -110,10 +114,10 @@ class OpenAIEngine:
         if embeds:
             size = self._config["embedding_batch"]
             batches = [rows[at : at + size] for at in range(0, len(rows), size)]
-            work = [self._embed(batch, call, standing, outbox) for batch in batches]
+            work = [partial(self._embed, batch, call, standing, outbox) for batch in batches]
         else:
-            work = [self._chat(row, call, standing, outbox) for row in rows]
-        tasks = [asyncio.ensure_future(one) for one in work]
+            work = [partial(self._chat, row, call, standing, outbox) for row in rows]
+        tasks = [asyncio.ensure_future(_in_trial(standing, one)) for one in work]
         try:
             # Requests under way when the endpoint is found out are waited for: they are paid.
             await asyncio.gather(*tasks)
@@ -325,6 +329,14 @@ class OpenAIEngine:
         tokens = float(answer.completion_tokens or 0)
         known = self._length if self._length is not None else tokens
         self._length = known + _SMOOTHING * (tokens - known)
+
+
+async def _in_trial(standing: _Standing, work: Callable[[], Awaitable[None]]) -> None:
+    async with standing.trial:
+        if not standing.accepted:
+            await work()
+            return
+    await work()
 
 
 def _failed(prompt_hash: str, outcome: Outcome[Any]) -> Answer:
