@@ -10,7 +10,8 @@ import pyarrow as pa
 
 from dbt_llm.call import Call, make_call, prompt_hash
 from dbt_llm.config import load_config
-from dbt_llm.parts import Part, PartWriter, Provenance
+from dbt_llm.part_writer import PartWriter
+from dbt_llm.parts import Part, Provenance
 from dbt_llm.schema import REQUESTS, Answer, answers_table
 
 LLMS = load_config(

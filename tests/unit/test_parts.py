@@ -11,14 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbt_llm.parts import (
-    PART_PATTERN,
-    Part,
-    PartWriter,
-    parts_of_run,
-    read_part,
-    remove_half_parts,
-)
+from dbt_llm.part_writer import PartWriter, read_part
+from dbt_llm.parts import PART_PATTERN, Part, parts_of_run, remove_half_parts
 from dbt_llm.schema import ANSWERS, GENERATIONS, Answer, answers_table
 from tests.unit.generations import (
     call_of,
@@ -48,6 +42,19 @@ def test_every_output_lies_beside_its_own_prompt(tmp_path_factory, prompts):
     part = write_part(tmp_path_factory.mktemp("parts"), prompts, good)
     found = {row["prompt_hash"]: (row["prompt"], row["output"]) for row in rows(part)}
     assert found == {key(prompt): (prompt, f"<{prompt}>") for prompt in prompts}
+
+
+def test_a_long_call_makes_no_small_parts(tmp_path):
+    call = call_of(system="x" * 200_000)
+    one = PartWriter(str(tmp_path), call.call_hash, call.text, provenance(), "1")
+    for start in range(0, 2000, 500):
+        requests = requests_of(map(str, range(start, start + 500)), call)
+        one.add(
+            answers_table([good(h, "p") for h in requests["prompt_hash"].to_pylist()]), requests
+        )
+    (part,) = one.flush()
+    assert part.size < 1_000_000
+    assert set(pq.read_table(part.path)["call"].to_pylist()) == {call.text}
 
 
 def test_a_generation_has_all_its_fields(tmp_path):
@@ -192,7 +199,7 @@ def test_a_part_appears_whole_under_its_name(tmp_path, monkeypatch):
         write_table(table, file, **options)
         seen.append([path.name for path in tmp_path.iterdir()])
 
-    monkeypatch.setattr("dbt_llm.parts.pq.write_table", spy)
+    monkeypatch.setattr("dbt_llm.part_writer.pq.write_table", spy)
     part = write_part(tmp_path, ["a"], good)
     ((hidden,),) = seen
     assert hidden.startswith(".")
@@ -205,7 +212,7 @@ def test_a_failed_write_leaves_no_part(tmp_path, monkeypatch):
         file.write(b"half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("dbt_llm.parts.pq.write_table", fail)
+    monkeypatch.setattr("dbt_llm.part_writer.pq.write_table", fail)
     with pytest.raises(OSError, match="No space left"):
         write_part(tmp_path, ["a"], good)
     assert list(tmp_path.glob(PART_PATTERN)) == []
@@ -223,7 +230,7 @@ def test_flush_returns_each_part_once(tmp_path):
 
 
 def test_a_full_buffer_is_written_without_a_flush(tmp_path, monkeypatch):
-    monkeypatch.setattr("dbt_llm.parts._FLUSH_ROWS", 2)
+    monkeypatch.setattr("dbt_llm.part_writer._FLUSH_ROWS", 2)
     parts = writer(tmp_path)
     requests = requests_of(["a", "b", "c"])
     for prompt in ("a", "b", "c"):
@@ -233,7 +240,7 @@ def test_a_full_buffer_is_written_without_a_flush(tmp_path, monkeypatch):
 
 
 def test_eight_threads_share_a_writer(tmp_path, monkeypatch):
-    monkeypatch.setattr("dbt_llm.parts._FLUSH_ROWS", 7)
+    monkeypatch.setattr("dbt_llm.part_writer._FLUSH_ROWS", 7)
     parts = writer(tmp_path)
     prompts = [f"{thread}-{i}" for thread in range(8) for i in range(20)]
     requests = requests_of(prompts)
@@ -265,7 +272,7 @@ def test_a_flush_waits_for_what_another_one_is_writing(tmp_path, monkeypatch):
         assert go_on.wait(30)
         write_table(table, file, **options)
 
-    monkeypatch.setattr("dbt_llm.parts.pq.write_table", slow)
+    monkeypatch.setattr("dbt_llm.part_writer.pq.write_table", slow)
     parts = writer(tmp_path)
     parts.add(answers_table([good(key("a"), "a")]), requests_of(["a"]))
     first = threading.Thread(target=parts.write)

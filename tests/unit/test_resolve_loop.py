@@ -21,7 +21,7 @@ from dbt_llm.functions import register_functions, register_macros
 from dbt_llm.in_flight import InFlight
 from dbt_llm.job_spec import JobResult
 from dbt_llm.lookup import show_store
-from dbt_llm.parts import PartWriter
+from dbt_llm.part_writer import PartWriter
 from dbt_llm.resolve_loop import Build, Settings, resolve
 from dbt_llm.schema import LASTING_ERRORS, PASSING_ERRORS, answers_table
 from dbt_llm.store import open_store
@@ -508,7 +508,7 @@ def store_row(warehouse, moment, output=None, code=None):
     answer = (lambda h, _: good(h, output)) if code is None else failing(code)
     warehouse.store.create()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dbt_llm.parts.time.time", lambda: moment)
+        patch.setattr("dbt_llm.part_writer.time.time", lambda: moment)
         part = write_part(warehouse.store.folder, ["p0"], answer, run_id="old")
     warehouse.store.commit([part])
 
