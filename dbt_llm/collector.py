@@ -10,13 +10,16 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from dbt_llm.call import Call, make_call
 from dbt_llm.config import LLMConfig
 from dbt_llm.errors import DbtLLMError, SpoolError, UnresolvedError
-from dbt_llm.spool import RawSpool
+
+if TYPE_CHECKING:
+    from dbt_llm.spool import RawSpool
 
 MAX_SEEN = 1_000_000
 """Keys that are kept to count a query's distinct prompts; beyond, the number is not known."""
@@ -41,9 +44,21 @@ class Resolution:
         self.calls: dict[str, Call] = {}
         self.call_sites = 0
         self.error: DbtLLMError | None = None
-        self.spool = RawSpool(spool_folder)
         self.missing: set[str] = set()
         self.seen: set[str] = set()
+        self._spool_folder = spool_folder
+        self._spooling = threading.Lock()
+        self._spool: RawSpool | None = None
+
+    @property
+    def spool(self) -> "RawSpool":
+        """Where the prompts go."""
+        from dbt_llm.spool import RawSpool
+
+        with self._spooling:
+            if self._spool is None:
+                self._spool = RawSpool(self._spool_folder)
+            return self._spool
 
 
 class Collector:
@@ -77,12 +92,28 @@ class Collector:
             self._open.pop(token, None)
 
     def call_hash(self, token: str, options_json: str) -> str:
-        """Return the hash of the call with these options.
+        """Return the hash of the call with these options, and note that the query has it.
 
         Raises:
             CallError: an option is wrong.
         """
         resolution = self._resolution(token)
+        call = self._call(resolution, options_json)
+        if resolution is not None:
+            with self._lock:
+                resolution.calls[call.call_hash] = call
+                resolution.call_sites += 1
+        return call.call_hash
+
+    def known_call_hash(self, token: str, options_json: str) -> str:
+        """Return the hash of such a call, for the second mention of it in a macro.
+
+        Raises:
+            CallError: an option is wrong.
+        """
+        return self._call(self._resolution(token), options_json).call_hash
+
+    def _call(self, resolution: Resolution | None, options_json: str) -> Call:
         try:
             call = self._calls_by_options.get(options_json)
             if call is None:
@@ -92,11 +123,7 @@ class Collector:
             if resolution is not None:
                 resolution.error = error
             raise
-        if resolution is not None:
-            with self._lock:
-                resolution.calls[call.call_hash] = call
-                resolution.call_sites += 1
-        return call.call_hash
+        return call
 
     def collect(
         self, token: str, call_hashes: pa.Array, prompt_hashes: pa.Array, prompts: pa.Array

@@ -5,7 +5,8 @@
 1. `dbt_llm_call(token, options)` turns the constant options into the call's hash. DuckDB folds it
    while it plans, so it runs once per call site and bad options are refused before any row.
 2. `sha256(call_hash || prompt)` is the key.
-3. The key is looked up in the view `temp.main.dbt_llm_generations`, which every cursor has.
+3. The key is looked up in the view `temp.main.dbt_llm_generations`, which every cursor has, among
+   the generations of the call: by their statistics DuckDB skips the files of other calls.
 4. Where nothing is found, `dbt_llm_collect(token, call_hash, prompt_hash, prompt)` takes the
    prompt and yields NULL.
 
@@ -18,16 +19,20 @@ Why the macros look as they do (each was seen to matter, on DuckDB 1.5 and 2.0):
 - `where true or (prompt) is null` is dropped by the optimizer, but not by the binder: it refuses
   window functions, and aggregates without a column such as `count(*)`, which would otherwise be
   computed over the one row within the macro and give wrong prompts.
+- The subquery gives back what an answer needs, and the prompt and its key only where there is no
+  answer: DuckDB carries all of it through a join with the rows, once per call of the query.
 - All internal names are qualified or start with `dbt_llm_`, so no column or CTE of a user can
   take their place.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dbt_llm import sql
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 GENERATIONS_VIEW = "temp.main.dbt_llm_generations"
 TOKEN_VARIABLE = "dbt_llm_token"
@@ -60,7 +65,7 @@ DETAILS = {
 }
 
 # The columns of the generations view.
-COLUMNS = {**DETAILS, "embedding": "FLOAT[]"}
+COLUMNS = {**DETAILS, "embedding": "FLOAT[]", "call_hash": "VARCHAR"}
 
 # The view before any store exists.
 NO_GENERATIONS = "select {} where false".format(
@@ -141,39 +146,49 @@ class Collecting(Protocol):
     """What the functions need from the collector (see `collector.py`)."""
 
     def call_hash(self, token: str, options_json: str) -> str:
-        """Return the hash of the call with these options."""
+        """Return the hash of the call with these options, and note that it is there."""
+
+    def known_call_hash(self, token: str, options_json: str) -> str:
+        """Return the hash of such a call."""
 
     def collect(
-        self, token: str, call_hashes: pa.Array, prompt_hashes: pa.Array, prompts: pa.Array
+        self, token: str, call_hashes: "pa.Array", prompt_hashes: "pa.Array", prompts: "pa.Array"
     ) -> None:
         """Take the prompts that have no stored answer."""
 
-    def count(self, token: str, prompt_hashes: pa.Array) -> None:
+    def count(self, token: str, prompt_hashes: "pa.Array") -> None:
         """Take note of all keys that the query looks up."""
 
 
 def register_functions(connection: Any, collector: Collecting) -> None:
     """Register the Python functions on a DuckDB database; a second time replaces them."""
 
-    def call(tokens: pa.Array, options: pa.Array) -> pa.Array:
-        rows = zip(tokens.to_pylist(), options.to_pylist(), strict=True)
-        return pa.array([collector.call_hash(token, json) for token, json in rows], pa.string())
+    # DuckDB evaluates annotations, so they name nothing that is not imported here.
+    def of_each(find: Callable[[str, str], str]) -> Callable[[Any, Any], Any]:
+        def hashes(tokens: Any, options: Any) -> Any:
+            import pyarrow as pa
 
-    def collect(
-        tokens: pa.Array, call_hashes: pa.Array, prompt_hashes: pa.Array, prompts: pa.Array
-    ) -> pa.Array:
+            rows = zip(tokens.to_pylist(), options.to_pylist(), strict=True)
+            return pa.array([find(token, json) for token, json in rows], pa.string())
+
+        return hashes
+
+    def collect(tokens: Any, call_hashes: Any, prompt_hashes: Any, prompts: Any) -> Any:
+        import pyarrow as pa
+
         if len(prompts) > prompts.null_count:
             token = tokens[0].as_py()
             collector.collect(token, _flat(call_hashes), _flat(prompt_hashes), _flat(prompts))
         return pa.nulls(len(prompts), pa.string())
 
-    def count(tokens: pa.Array, prompt_hashes: pa.Array) -> pa.Array:
+    def count(tokens: Any, prompt_hashes: Any) -> Any:
         flat = _flat(prompt_hashes)
         collector.count(tokens[0].as_py(), flat)
         return flat
 
     for name, function, arity in (
-        ("dbt_llm_call", call, 2),
+        ("dbt_llm_call", of_each(collector.call_hash), 2),
+        ("dbt_llm_known_call", of_each(collector.known_call_hash), 2),
         ("dbt_llm_collect", collect, 4),
         ("dbt_llm_count", count, 2),
     ):
@@ -212,6 +227,8 @@ def _key(function: Function) -> str:
 
 def _lookup(function: Function) -> str:
     fields = ", ".join(f"{name} := dbt_llm_g.{name}" for name in function.columns)
+    found = "dbt_llm_g.prompt_hash is not null"
+    counting = f"getvariable('{COUNT_VARIABLE}') is not null"
     # The list of one element and the lambda bind the subquery's result to a name. What is in the
     # lambda is an expression of the user's own query, so a CASE around the call guards it. The
     # last branch never holds, since dbt_llm_collect yields NULL; it keeps the optimizer from
@@ -220,18 +237,19 @@ def _lookup(function: Function) -> str:
         list_transform(
             [(
                 select struct_pack(
-                    prompt := dbt_llm_prompt,
-                    call_hash := dbt_llm_call_hash,
-                    hash := dbt_llm_hash,
-                    hit := (
-                        select struct_pack({fields}) from {GENERATIONS_VIEW} as dbt_llm_g
-                        where dbt_llm_g.prompt_hash = dbt_llm_hash
-                    )
+                    prompt := case when not ({found}) then dbt_llm_prompt end,
+                    call_hash := case when not ({found}) then dbt_llm_call_hash end,
+                    hash := case when not ({found}) or {counting} then dbt_llm_hash end,
+                    hit := case when {found} then struct_pack({fields}) end
                 )
-                from ({_hashed(function)})
+                from ({_hashed(function)}) as dbt_llm_h
+                left join (
+                    select * from {GENERATIONS_VIEW} as dbt_llm_v
+                    where dbt_llm_v.call_hash = dbt_llm_known_call({_TOKEN}, {_options(function)})
+                ) as dbt_llm_g on dbt_llm_g.prompt_hash = dbt_llm_h.dbt_llm_hash
             )],
             lambda dbt_llm_s: case
-                when getvariable('{COUNT_VARIABLE}') is not null
+                when {counting}
                     and dbt_llm_count({_TOKEN}, struct_extract(dbt_llm_s, 'hash')) is null then null
                 when {_HIT} is not null then {function.answer}
                 when dbt_llm_collect(
@@ -242,11 +260,14 @@ def _lookup(function: Function) -> str:
         )[1]"""
 
 
-def _hashed(function: Function) -> str:
+def _options(function: Function) -> str:
     names = ", ".join(function.options)
     constant = f"getvariable(concat('dbt_llm_constant_', model, hash({names})))::varchar"
     pairs = ", ".join(f"'{name}': {name}" for name in function.options)
-    options = f"to_json({{'function': '{function.kind}', {pairs}}})::varchar"
+    return f"coalesce({constant}, to_json({{'function': '{function.kind}', {pairs}}})::varchar)"
+
+
+def _hashed(function: Function) -> str:
     return f"""
         select
             dbt_llm_prompt, dbt_llm_call_hash,
@@ -254,7 +275,7 @@ def _hashed(function: Function) -> str:
         from (
             select
                 unnest([cast({function.prompt} as varchar)]) as dbt_llm_prompt,
-                dbt_llm_call({_TOKEN}, coalesce({constant}, {options})) as dbt_llm_call_hash
+                dbt_llm_call({_TOKEN}, {_options(function)}) as dbt_llm_call_hash
             where true or ({function.prompt}) is null
         )"""
 
@@ -262,5 +283,7 @@ def _hashed(function: Function) -> str:
 _TOKEN = f"coalesce(getvariable('{TOKEN_VARIABLE}')::varchar, '')"
 
 
-def _flat(array: pa.Array) -> pa.Array:
+def _flat(array: "pa.Array") -> "pa.Array":
+    import pyarrow as pa
+
     return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array

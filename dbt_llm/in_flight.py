@@ -7,16 +7,19 @@ these out of its own job, and then waits until the first is done with them.
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dbt_llm.errors import CancelledError
-from dbt_llm.spool import Prepared, RequestFile
+
+if TYPE_CHECKING:
+    from dbt_llm.spool import Prepared, RequestFile
 
 _POLL_S = 0.2
 
 
 @dataclass
 class _Claim:
-    files: list[RequestFile]
+    files: "list[RequestFile]"
     done: threading.Event
 
 
@@ -28,8 +31,8 @@ class InFlight:
         self._claims: dict[str, _Claim] = {}
 
     def claim(
-        self, run_id: str, prepare: Callable[[list[RequestFile]], Prepared]
-    ) -> tuple[Prepared, list[threading.Event]]:
+        self, run_id: str, prepare: "Callable[[list[RequestFile]], Prepared]"
+    ) -> "tuple[Prepared, list[threading.Event]]":
         """Claim what `prepare` leaves of a run's requests, given those of all other runs.
 
         Returns:

@@ -1,10 +1,12 @@
 """What a job is told and what it did: plain data."""
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dbt_llm.parts import Part, Provenance
-from dbt_llm.spool import RequestFile
+
+if TYPE_CHECKING:
+    from dbt_llm.spool import RequestFile
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,7 @@ class JobSpec:
     llm: str
     engine: dict[str, Any]
     replicas: int
-    requests: list[RequestFile]
+    requests: "list[RequestFile]"
     store_folder: str
     provenance: Provenance
     ray_address: str | None

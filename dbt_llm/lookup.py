@@ -4,18 +4,22 @@ The SQL functions look an answer up in `dbt_llm_generations`, a view of the conn
 points it at a state of the store, with one row for each key.
 """
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from dbt_llm import functions, sql
+from dbt_llm.delta_extension import load_delta_extension
 from dbt_llm.schema import LASTING_ERRORS
-from dbt_llm.store import Snapshot, Store
+
+if TYPE_CHECKING:
+    from dbt_llm.store import Snapshot, Store
 
 # Of several generations of one key, a good one counts before a failed one, then the newest.
-BEST_FIRST = "partition by prompt_hash order by status = 'ok' desc, created_at desc"
+BEST_FIRST = "partition by call_hash, prompt_hash order by status = 'ok' desc, created_at desc"
 """The window in which the first row of a key is the one that counts."""
 
 
-def show_store(cursor: Any, store: Store) -> None:
+def show_store(cursor: Any, store: "Store") -> None:
     """Point a cursor's generations view at the newest state of the store.
 
     It shows good rows and errors that last. Nothing is read until the view is used.
@@ -26,34 +30,36 @@ def show_store(cursor: Any, store: Store) -> None:
     _create_view(cursor, select)
 
 
-def show_answers(cursor: Any, store: Store, visible: str) -> Snapshot:
+def show_answers(cursor: Any, store: "Store", visible: str, calls: Iterable[str]) -> "Snapshot":
     """Do the same for a build: with rows that `visible` (a SQL condition) lets through, and fast.
 
     Grouping a whole store by key would take longer than the lookups, so only the keys that occur
-    more than once are grouped, and as a rule there are none.
+    more than once are grouped, and as a rule there are none. `calls` has the hashes of the build's
+    calls; the other calls of the store are not looked at.
     """
     snapshot, select = _select_answers(cursor, store, visible)
     if select is not None:
+        own = f"call_hash in ({', '.join(map(sql.literal, calls))})"
         repeats = sql.scalar(
-            cursor, f"select count(*) > count(distinct hash(prompt_hash)) from ({select})"
+            cursor,
+            f"select count(*) > count(distinct hash(prompt_hash)) from ({select}) where {own}",
         )
         if repeats:
-            select = _without_repeats(cursor, select)
+            select = _without_repeats(cursor, select, own)
     _create_view(cursor, select)
     return snapshot
 
 
-def newest_us(cursor: Any, store: Store) -> int:
+def newest_us(cursor: Any, store: "Store") -> int:
     """Return when the newest generation of the store was made, in µs since 1970; 0 for none."""
-    relation = store.relation(store.snapshot(), _has_delta_scan(cursor))
+    _, relation = _read(cursor, store)
     if relation is None:
         return 0
     return int(sql.scalar(cursor, f"select epoch_us(max(created_at)) from {relation}") or 0)
 
 
-def _select_answers(cursor: Any, store: Store, visible: str) -> tuple[Snapshot, str | None]:
-    snapshot = store.snapshot()
-    relation = store.relation(snapshot, _has_delta_scan(cursor))
+def _select_answers(cursor: Any, store: "Store", visible: str) -> "tuple[Snapshot, str | None]":
+    snapshot, relation = _read(cursor, store)
     if relation is None:
         return snapshot, None
     # What a failed row holds is kept in the store, but it is no answer.
@@ -64,6 +70,14 @@ def _select_answers(cursor: Any, store: Store, visible: str) -> tuple[Snapshot, 
         for name in functions.COLUMNS
     )
     return snapshot, f"select {columns} from {relation} where ({visible})"
+
+
+def _read(cursor: Any, store: "Store") -> "tuple[Snapshot, str | None]":
+    """Return the newest state of the store, and what reads it; None while it is empty."""
+    snapshot = store.snapshot()
+    # Loading the extension takes a fifth of a second, so only who needs it pays for it.
+    is_delta = snapshot.version is not None and snapshot.files
+    return snapshot, store.relation(snapshot, bool(is_delta) and load_delta_extension(cursor))
 
 
 def _create_view(cursor: Any, select: str | None) -> None:
@@ -78,21 +92,17 @@ def lasting() -> str:
     return f"status = 'ok' or error_code in ({codes})"
 
 
-def _without_repeats(cursor: Any, select: str) -> str:
+def _without_repeats(cursor: Any, select: str, own: str) -> str:
     # Only the few repeated keys are grouped; the others keep a plain scan.
     cursor.execute(f"""
         create or replace temp table dbt_llm_repeated as
         select * from ({select})
-        where prompt_hash in (
-            select prompt_hash from ({select}) group by prompt_hash having count(*) > 1
+        where {own} and prompt_hash in (
+            select prompt_hash from ({select}) where {own}
+            group by prompt_hash having count(*) > 1
         )
         qualify row_number() over ({BEST_FIRST}) = 1""")
     return f"""
         select * from ({select})
         where prompt_hash not in (select prompt_hash from temp.main.dbt_llm_repeated)
         union all by name select * from temp.main.dbt_llm_repeated"""
-
-
-def _has_delta_scan(cursor: Any) -> bool:
-    known = "select count(*) from duckdb_extensions() where extension_name = 'delta' and loaded"
-    return bool(sql.scalar(cursor, known))

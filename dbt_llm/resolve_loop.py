@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 
@@ -30,15 +30,17 @@ from dbt_llm.errors import (
 from dbt_llm.in_flight import InFlight, wait_for
 from dbt_llm.job_spec import JobResult
 from dbt_llm.lookup import lasting, show_answers
-from dbt_llm.spool import Prepared, RequestFile, prepare_requests
-from dbt_llm.store import Store
+
+if TYPE_CHECKING:
+    from dbt_llm.spool import Prepared, RequestFile
+    from dbt_llm.store import Store
 
 # Counting the distinct prompts of a query costs a Python call per vector; a store of more rows
 # than this is not worth it only to print a number.
 _COUNT_UP_TO_ROWS = 250_000
 _MAX_ROUNDS_OF_RECURSION = 100
 
-RunJobs = Callable[[list[RequestFile]], list[JobResult]]
+RunJobs = Callable[["list[RequestFile]"], list[JobResult]]
 """Asks for the answers to request files, one job per LLM, and commits them."""
 
 
@@ -103,7 +105,7 @@ def resolve(
     cursor: Any,
     build: Build,
     collector: Collector,
-    store: Store,
+    store: "Store",
     in_flight: InFlight,
     run_jobs: RunJobs,
     settings: Settings,
@@ -204,7 +206,7 @@ class _Loop:
         cursor: Any,
         build: Build,
         resolution: Resolution,
-        store: Store,
+        store: "Store",
         in_flight: InFlight,
         run_jobs: RunJobs,
         settings: Settings,
@@ -217,6 +219,7 @@ class _Loop:
         self._run_jobs = run_jobs
         self._settings = settings
         self._asked: list[RequestFile] = []
+        self._history: tuple[str, ...] = ()
         self._summary = Summary(calls=resolution.calls)
 
     def run(self) -> Summary:
@@ -260,8 +263,12 @@ class _Loop:
         """Build the table; return what was missing, and then the table is gone again."""
         mine = f"run_id = {sql.literal(self._settings.run_id)}"
         snapshot = show_answers(
-            self._cursor, self._store, mine if refresh else f"{mine} or {lasting()}"
+            self._cursor,
+            self._store,
+            mine if refresh else f"{mine} or {lasting()}",
+            self._resolution.calls,
         )
+        self._history = snapshot.files
         counting = snapshot.rows is not None and snapshot.rows <= _COUNT_UP_TO_ROWS
         self._resolution.seen.clear()
         self._resolution.missing.clear()
@@ -291,12 +298,14 @@ class _Loop:
 
     def _ask(self, raw: Path) -> bool:
         """Ask for what is missing; return whether this run asked anything itself."""
+        from dbt_llm.spool import prepare_requests
+
         limit = self._settings.limit
         if limit is not None:
             limit = max(0, limit - sum(file.rows for file in self._asked))
         folder = self._settings.spool_folder / f"round-{len(self._asked)}"
 
-        def prepare(others: list[RequestFile]) -> Prepared:
+        def prepare(others: "list[RequestFile]") -> "Prepared":
             return prepare_requests(
                 raw,
                 self._resolution.calls,
@@ -304,6 +313,7 @@ class _Loop:
                 asked=self._asked,
                 others=others,
                 limit=limit,
+                history=self._history,
             )
 
         run_id = self._settings.run_id

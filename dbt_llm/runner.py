@@ -8,18 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dbt_llm.config import Config, LLMConfig, OpenAILLM
 from dbt_llm.errors import CancelledError
 from dbt_llm.files import file_name, write_private
-from dbt_llm.job import run_job
 from dbt_llm.job_spec import JobResult, JobSpec
 from dbt_llm.parts import Provenance
 from dbt_llm.progress import Progress, failure_lines
-from dbt_llm.spool import RequestFile
-from dbt_llm.store import Store
 from dbt_llm.version import __version__
+
+if TYPE_CHECKING:
+    from dbt_llm.spool import RequestFile
+    from dbt_llm.store import Store
 
 _PATHS = {"vllm": ("model",), "replay": ("answers",), "openai": ("ca_file",)}
 """The settings of an engine that may be paths."""
@@ -65,7 +66,7 @@ class Runner:
     """Runs the jobs of one build; an instance is the `run_jobs` of a resolve."""
 
     def __init__(
-        self, config: Config, store: Store, run: Run, output: Output, cancelled: threading.Event
+        self, config: Config, store: "Store", run: Run, output: Output, cancelled: threading.Event
     ) -> None:
         self._config = config
         self._store = store
@@ -73,7 +74,7 @@ class Runner:
         self._output = output
         self._cancelled = cancelled
 
-    def __call__(self, files: list[RequestFile]) -> list[JobResult]:
+    def __call__(self, files: "list[RequestFile]") -> list[JobResult]:
         """Ask for the answers to all files.
 
         Raises:
@@ -84,7 +85,9 @@ class Runner:
             by_llm.setdefault(file.call.llm, []).append(file)
         return [self._run_one(llm, own) for llm, own in sorted(by_llm.items())]
 
-    def _run_one(self, llm: str, files: list[RequestFile]) -> JobResult:
+    def _run_one(self, llm: str, files: "list[RequestFile]") -> JobResult:
+        from dbt_llm.job import run_job
+
         secrets = self._config.llms[llm].secrets()
         spec = self._spec(llm, files)
         name = file_name(self._run.node_id)
@@ -107,7 +110,7 @@ class Runner:
             self._output.warn(line)
         return result
 
-    def _spec(self, llm: str, files: list[RequestFile]) -> JobSpec:
+    def _spec(self, llm: str, files: "list[RequestFile]") -> JobSpec:
         entry = self._config.llms[llm]
         return JobSpec(
             llm=llm,

@@ -9,14 +9,12 @@ from typing import Any
 
 from dbt_llm.collector import Collector
 from dbt_llm.config import Config
-from dbt_llm.delta_extension import load_delta_extension
 from dbt_llm.functions import register_functions, register_macros
 from dbt_llm.in_flight import InFlight
 from dbt_llm.lookup import newest_us, show_store
 from dbt_llm.progress import summary_line
 from dbt_llm.resolve_loop import Build, Settings, Summary, resolve
 from dbt_llm.runner import Output, Run, Runner
-from dbt_llm.spool import remove_abandoned
 from dbt_llm.store import open_store
 
 
@@ -34,11 +32,10 @@ class Session:
         self._in_flight = InFlight()
 
     def prepare_database(self, connection: Any) -> None:
-        """Register the Python functions on a DuckDB database, and load the Delta extension."""
+        """Register the Python functions on a DuckDB database."""
         register_functions(connection, self.collector)
         # DuckDB hands over 2,048 rows at a time: of prompts of a megabyte, more than 2 GiB.
         connection.execute("set arrow_large_buffer_size = true")
-        load_delta_extension(connection)
 
     def prepare_cursor(self, cursor: Any) -> None:
         """Create the SQL functions on a connection, over the newest state of the store."""
@@ -49,7 +46,10 @@ class Session:
         self, cursor: Any, build: Build, run: Run, output: Output, settings: Settings
     ) -> Summary | None:
         """Build a table whose query may call LLM functions; see `resolve_loop.resolve`."""
-        remove_abandoned(run.spool_folder.parent)
+        if run.spool_folder.parent.is_dir():
+            from dbt_llm.spool import remove_abandoned
+
+            remove_abandoned(run.spool_folder.parent)
         settings = replace(settings, warn=lambda text: output.warn(f"llm: {run.name}: {text}"))
         if settings.refresh:
             # Whatever the clock says now, the new answers are newer than those they replace.

@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from dbt_llm import sql
 from dbt_llm.config import StoreConfig
 from dbt_llm.errors import ConfigError, StoreError
-from dbt_llm.parts import PART_PATTERN, Part, read_part, remove_half_parts
+from dbt_llm.parts import PART_PATTERN, Part, remove_half_parts
 from dbt_llm.schema import GENERATIONS
 
 _COMMIT_RETRIES = 100
@@ -296,12 +293,12 @@ class DeltaStore:
 
     def _open(self) -> Any:
         """Return the table as it is now, or None."""
-        from deltalake import DeltaTable
-        from deltalake.exceptions import DeltaError
-
         if not (self.folder / "_delta_log").is_dir():
             self._table = None
             return None
+        from deltalake import DeltaTable
+        from deltalake.exceptions import DeltaError
+
         if self._table is not None:
             try:
                 self._table.update_incremental()
@@ -362,12 +359,16 @@ def _check(parts: list[Part]) -> None:
 
 
 def _rows(path: Path) -> int:
+    import pyarrow.parquet as pq
+
     with _readable(path):
         return int(pq.read_metadata(path).num_rows)
 
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
+    import pyarrow as pa
+
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -377,6 +378,8 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _read_part(path: Path) -> Part:
+    from dbt_llm.part_writer import read_part
+
     with _readable(path):
         return read_part(path)
 

@@ -1,3 +1,4 @@
+import re
 import threading
 from datetime import date, datetime
 from decimal import Decimal
@@ -69,6 +70,7 @@ class Database:
         rows = [
             {
                 "prompt_hash": key(prompt, **options),
+                "call_hash": call_of(**options).call_hash,
                 "output": None if isinstance(answer, list) else answer,
                 "embedding": answer if isinstance(answer, list) else None,
             }
@@ -77,6 +79,7 @@ class Database:
         schema = pa.schema(
             {
                 "prompt_hash": pa.string(),
+                "call_hash": pa.string(),
                 "output": pa.string(),
                 "embedding": pa.list_(pa.float32()),
             }
@@ -86,9 +89,7 @@ class Database:
         self.connection.execute("create or replace temp table kept as from kept_rows")
         columns = {
             **{name: f"null::{type_}" for name, type_ in COLUMNS.items()},
-            "prompt_hash": "prompt_hash",
-            "output": "output",
-            "embedding": "embedding",
+            **{name: name for name in ("prompt_hash", "call_hash", "output", "embedding")},
             "status": "'ok'",
         }
         select = ", ".join(f"{expression} as {name}" for name, expression in columns.items())
@@ -308,6 +309,21 @@ def test_an_answer_to_another_call_is_none(database):
     query = "select llm_generate('p0'), llm_generate('p0', temperature := 1)"
     assert database.rows(query) == [(None, "zero")]
     assert collected(database.resolution) == ["p0"]
+
+
+def test_only_generations_of_the_call_are_read(database, tmp_path):
+    database.keep({"p0": "zero"})
+    path = sql.literal(str(tmp_path / "kept.parquet"))
+    kept = "from temp.main.dbt_llm_generations"
+    database.connection.execute(
+        f"copy ({kept} union all select * replace ('zz' as call_hash) {kept}) to {path}"
+    )
+    database.connection.execute(
+        f"create or replace temp view dbt_llm_generations as from read_parquet({path})"
+    )
+    ((_, plan),) = database.rows("explain (format json) select llm_generate(prompt) from t")
+    filters = [re.sub("[ ()]", "", text) for text in re.findall('"Filters": "([^"]*)"', plan)]
+    assert filters == [f"call_hash='{call_of().call_hash}'"]
 
 
 def test_a_stored_null_output_is_not_asked_again(database):

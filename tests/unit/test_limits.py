@@ -32,10 +32,10 @@ class Database:
 
     def forget(self):
         self.connection.execute(
-            "create or replace table kept (prompt_hash varchar, output varchar)"
+            "create or replace table kept (prompt_hash varchar, call_hash varchar, output varchar)"
         )
         columns = {**{c: f"null::{type_}" for c, type_ in COLUMNS.items()}, "status": "'ok'"}
-        columns |= {"prompt_hash": "prompt_hash", "output": "output"}
+        columns |= {name: name for name in ("prompt_hash", "call_hash", "output")}
         select = ", ".join(f"{value} as {name}" for name, value in columns.items())
         self.connection.execute(
             f"create or replace temp view dbt_llm_generations as select {select} from kept"
@@ -60,7 +60,7 @@ class Database:
         )
         self.connection.register("asked", asked)
         self.connection.execute("""
-            insert into kept select distinct prompt_hash, case kind(call_hash)
+            insert into kept select distinct prompt_hash, call_hash, case kind(call_hash)
                 when 'text' then 'of ' || prompt
                 when 'choice' then if(prompt < 'p1000', 'yes', 'no')
                 else '{"a": "of ' || prompt || '"}' end
@@ -266,7 +266,9 @@ def test_rows_keep_their_order(database, threads):
     database.ask_all(query)
     # A store that is larger than the rows changes the sides of the join between them.
     database.connection.execute("""
-        insert into kept select sha256(i::varchar), 'other' from range(300_000) as r(i)""")
+        insert into kept
+            select sha256(i::varchar), (select any_value(call_hash) from kept), 'other'
+            from range(300_000) as r(i)""")
     database.connection.execute(f"set threads = {threads}")
     database.connection.execute("set preserve_insertion_order = false")
     rewritten, _ = ask_after_limit(query)
