@@ -2,6 +2,7 @@
 
 DuckDB's sort keeps long texts in memory, whatever its limit is. So it only sorts what is short, and
 the rows go where they belong in two passes: into buckets on the disk, then each bucket in order.
+What fits into one bucket stays in memory.
 """
 
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ _MOST_BATCH_ROWS = 65_536
 # A prompt hash, and what Arrow adds.
 _KEY_BYTES = 80
 _PLACE = "place"
+_PLACED = REQUESTS.append(pa.field(_PLACE, pa.int64()))
 
 
 def write_in_order(source: Path, rows: Any, lengths: Any, target: Path) -> int:
@@ -39,17 +41,14 @@ def write_in_order(source: Path, rows: Any, lengths: Any, target: Path) -> int:
     size = min(max(_BUCKET_BYTES, int(ends[-1]) // _MOST_BUCKETS), _LARGEST_BUCKET_BYTES)
     _, bucket_of = np.unique((ends - sizes) // size, return_inverse=True)
     buckets = [target.with_name(f"{target.name}.{n}") for n in range(int(bucket_of[-1]) + 1)]
-    with pq.ParquetFile(source) as file:
+    with pq.ParquetFile(source) as file, _writer(target, REQUESTS) as writer:
         places = np.full(max(1, file.metadata.num_rows), -1, np.int64)
         places[rows] = np.arange(len(rows))
         batch_rows = max(1, min(_MOST_BATCH_ROWS, _BATCH_BYTES * len(rows) // int(ends[-1])))
-        _distribute(file, places, bucket_of, buckets, batch_rows)
-    with pq.ParquetWriter(target, REQUESTS, compression="zstd") as writer:
-        for number, bucket in enumerate(buckets):
-            table = pq.read_table(bucket, partitioning=None)
-            bucket.unlink()
-            table = table.take(np.argsort(table[_PLACE].to_numpy()))
-            table = table.select(REQUESTS.names).cast(REQUESTS)
+        pieces = _pieces(file, places, bucket_of, batch_rows)
+        for number, gathered in enumerate(_gather(pieces, buckets)):
+            placed = gathered.take(np.argsort(gathered[_PLACE].to_numpy()))
+            table = placed.select(REQUESTS.names).cast(REQUESTS)
             for start, stop in _groups(sizes[bucket_of == number]):
                 writer.write_table(table.slice(start, stop - start))
     return len(rows)
@@ -74,20 +73,38 @@ def _groups(sizes: Any) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _distribute(
-    file: Any, places: Any, bucket_of: Any, buckets: list[Path], batch_rows: int
-) -> None:
-    schema = REQUESTS.append(pa.field(_PLACE, pa.int64()))
-    writers = [pq.ParquetWriter(bucket, schema, compression="zstd") for bucket in buckets]
+def _pieces(
+    file: Any, places: Any, bucket_of: Any, batch_rows: int
+) -> Iterator[tuple[int, pa.Table]]:
+    """Yield the rows that have a place, with their place and by bucket."""
+    start = 0
+    for batch in file.iter_batches(batch_rows, columns=REQUESTS.names):
+        here = places[start : start + batch.num_rows]
+        start += batch.num_rows
+        table = pa.table([*batch.select(REQUESTS.names).columns, here], schema=_PLACED)
+        numbers = np.where(here < 0, -1, bucket_of[here])
+        for number in np.unique(numbers[numbers >= 0]):
+            yield int(number), table.take(np.flatnonzero(numbers == number))
+
+
+def _gather(pieces: Iterator[tuple[int, pa.Table]], buckets: list[Path]) -> Iterator[pa.Table]:
+    """Yield what belongs into each bucket."""
+    if len(buckets) == 1:
+        yield pa.concat_tables([piece for _, piece in pieces])
+        return
+    writers = [_writer(bucket, _PLACED) for bucket in buckets]
     try:
-        start = 0
-        for batch in file.iter_batches(batch_rows, columns=REQUESTS.names):
-            here = places[start : start + batch.num_rows]
-            start += batch.num_rows
-            table = pa.table([*batch.select(REQUESTS.names).columns, here], schema=schema)
-            numbers = np.where(here < 0, -1, bucket_of[here])
-            for number in np.unique(numbers[numbers >= 0]):
-                writers[number].write_table(table.take(np.flatnonzero(numbers == number)))
+        for number, piece in pieces:
+            writers[number].write_table(piece)
     finally:
         for writer in writers:
             writer.close()
+    for bucket in buckets:
+        table = pq.read_table(bucket, partitioning=None)
+        bucket.unlink()
+        yield table
+
+
+def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+    # It is read once and soon: what compresses more would take longer.
+    return pq.ParquetWriter(path, schema, compression="lz4", use_dictionary=False)

@@ -16,7 +16,8 @@ from dbt_llm.check import OutputCheck
 from dbt_llm.engine import Engine, start_engine
 from dbt_llm.errors import CancelledError, DbtLLMError, EngineError, StoreError
 from dbt_llm.ledger import Ledger
-from dbt_llm.parts import Part, PartWriter, Provenance
+from dbt_llm.part_writer import PartWriter
+from dbt_llm.parts import Part, Provenance
 from dbt_llm.process_watch import ProcessId, call_when_gone
 from dbt_llm.schema import REQUESTS, Answer, answers_table
 
@@ -42,6 +43,8 @@ class EngineActor:
         self._abandoned: set[str] = set()
         self._writers: dict[tuple[str, str], PartWriter] = {}
         self._checks: dict[tuple[str, str], OutputCheck] = {}
+        self._answered: dict[str, int] = {}
+        self._waiting: dict[str, tuple[int, asyncio.Future[None]]] = {}
 
     async def start(self, secrets: dict[str, Any], driver: ProcessId) -> dict[str, Any]:
         """Start the engine, once; return its version, concurrency and process id.
@@ -81,7 +84,9 @@ class EngineActor:
         ledger = Ledger(requests)
 
         def emit(answers: pa.Table) -> None:
-            writer.add(check.apply(ledger.take(answers)), requests)
+            taken = ledger.take(answers)
+            writer.add(check.apply(taken), requests)
+            self._count(provenance.run_id, taken.num_rows)
 
         try:
             await self._until_abandoned(provenance.run_id, engine.answer(requests, call, emit))
@@ -92,7 +97,19 @@ class EngineActor:
         if missing:
             silent = [_silent(prompt_hash) for prompt_hash in missing]
             writer.add(answers_table(silent), requests)
+            self._count(provenance.run_id, len(silent))
         return int(requests.num_rows)
+
+    async def answered(self, run_id: str, at_least: int) -> int:
+        """Return how many requests of a run are answered, once that are so many or it ends.
+
+        A unit comes back with its slowest request; this tells earlier that there is room for more.
+        """
+        if self._answered.get(run_id, 0) < at_least:
+            enough = asyncio.get_running_loop().create_future()
+            self._waiting[run_id] = (at_least, enough)
+            await enough
+        return self._answered.get(run_id, 0)
 
     async def flush(self, run_id: str) -> list[dict[str, Any]]:
         """Write what the run has in the buffer; return its parts since the last call.
@@ -119,6 +136,7 @@ class EngineActor:
         """Stop working on a run's units; answers in the buffer stay there."""
         # A unit that Ray hands over later, when its block has come, must not begin either.
         self._abandoned.add(run_id)
+        self._wake(run_id)
         units = self._units.get(run_id, set())
         for unit in units:
             unit.cancel()
@@ -130,6 +148,18 @@ class EngineActor:
             del self._writers[key]
             self._checks.pop(key, None)
         self._units.pop(run_id, None)
+        self._wake(run_id)
+        self._answered.pop(run_id, None)
+
+    def _count(self, run_id: str, rows: int) -> None:
+        self._answered[run_id] = self._answered.get(run_id, 0) + rows
+        if run_id in self._waiting and self._answered[run_id] >= self._waiting[run_id][0]:
+            self._wake(run_id)
+
+    def _wake(self, run_id: str) -> None:
+        _, waiting = self._waiting.pop(run_id, (0, None))
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
 
     def _leave(self) -> None:
         # The task must be held, or the garbage collector may take it.

@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import json
 import os
-import random
 import re
 import signal
 import time
@@ -17,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from dbt_llm.config import ReplayRule
@@ -55,18 +55,16 @@ class ReplayEngine:
         self._by_part = [rule for rule in rules if rule.prompt is None]
         self._scripted = bool(rules) or self._otherwise == "error" or self._latency_s > 0
         self._slots = asyncio.Semaphore(self.concurrency)
-        self._random = random.Random(0)
+        self._random = np.random.default_rng(0)
 
     async def answer(self, requests: pa.Table, call: dict[str, Any], emit: Emit) -> None:
         """Answer every request; all at once where nothing is scripted."""
         kind, of_call = call["output"], call_key(call)
-        hashes = requests["prompt_hash"].to_pylist()
-        prompts = requests["prompt"].to_pylist()
-        rows = list(zip(hashes, prompts, strict=True))
-        self._random.shuffle(rows)
+        requests = requests.take(self._random.permutation(requests.num_rows))
         if not self._scripted:
-            emit(_make_up(rows, kind))
+            emit(_make_up(requests, kind))
             return
+        hashes, prompts = (requests[name].to_pylist() for name in ("prompt_hash", "prompt"))
 
         async def one(prompt_hash: str, prompt: str) -> None:
             async with self._slots:
@@ -78,7 +76,7 @@ class ReplayEngine:
                 answer = self._scripted_answer(prompt_hash, prompt, rule, kind)
                 emit(answers_table([replace(answer, latency_s=time.monotonic() - started)]))
 
-        await asyncio.gather(*(one(prompt_hash, prompt) for prompt_hash, prompt in rows))
+        await asyncio.gather(*map(one, hashes, prompts))
 
     async def close(self) -> None:
         """Do nothing; there is nothing to free."""
@@ -180,24 +178,25 @@ def _made_up_value(schema: dict[str, Any], digest: str) -> Any:
 _DATES = ("2026-01-02", "2026-01-02 03:04:05", "03:04:05")
 
 
-def _make_up(rows: list[tuple[str, str]], kind: dict[str, Any]) -> pa.Table:
+def _make_up(requests: pa.Table, kind: dict[str, Any]) -> pa.Table:
+    prompts, rows = requests["prompt"].to_pylist(), requests.num_rows
     embeds = kind["type"] == "embedding"
-    outputs = [None if embeds else made_up_answer(prompt, kind) for _, prompt in rows]
+    outputs = [""] * rows if embeds else [made_up_answer(prompt, kind) for prompt in prompts]
     columns: dict[str, Any] = {
-        "prompt_hash": [prompt_hash for prompt_hash, _ in rows],
-        "output": outputs,
-        "embedding": [made_up_embedding(prompt) if embeds else None for _, prompt in rows],
-        "status": pa.repeat("ok", len(rows)),
-        "tokens_estimated": pa.repeat(False, len(rows)),
-        "finish_reason": pa.repeat("stop", len(rows)),
-        "prompt_tokens": [_tokens(prompt) for _, prompt in rows],
-        "completion_tokens": [_tokens(output or "") for output in outputs],
-        "latency_s": pa.repeat(0.0, len(rows)),
-        "attempts": pa.repeat(pa.scalar(1, pa.int32()), len(rows)),
+        "prompt_hash": requests["prompt_hash"],
+        "output": pa.nulls(rows, pa.string()) if embeds else outputs,
+        "embedding": [made_up_embedding(prompt) if embeds else None for prompt in prompts],
+        "status": pa.repeat("ok", rows),
+        "tokens_estimated": pa.repeat(False, rows),
+        "finish_reason": pa.repeat("stop", rows),
+        "prompt_tokens": [_tokens(prompt) for prompt in prompts],
+        "completion_tokens": [_tokens(output) for output in outputs],
+        "latency_s": pa.repeat(0.0, rows),
+        "attempts": pa.repeat(pa.scalar(1, pa.int32()), rows),
     }
     for field in ANSWERS:
         if field.name not in columns:
-            columns[field.name] = pa.nulls(len(rows), field.type)
+            columns[field.name] = pa.nulls(rows, field.type)
     return pa.table({name: columns[name] for name in ANSWERS.names}, schema=ANSWERS)
 
 

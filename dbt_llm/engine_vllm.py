@@ -17,7 +17,9 @@ from dbt_llm.chat_template import ChatTemplate, read_template
 from dbt_llm.engine import Emit
 from dbt_llm.errors import CallError, EngineError
 from dbt_llm.fields import with_ranges
-from dbt_llm.schema import Answer, answers_table
+from dbt_llm.outbox import Outbox
+from dbt_llm.process_watch import end_with_this_process
+from dbt_llm.schema import Answer
 
 _SLOTS_PER_SEQUENCE = 1.25
 _GIB = 1024**3
@@ -35,6 +37,7 @@ class VllmEngine:
         if on_cpu:
             _set_cpu_environment()
         try:
+            import psutil
             import vllm
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -50,6 +53,8 @@ class VllmEngine:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except TypeError as error:
             raise EngineError(f"vLLM refuses engine_args: {error}") from error
+        # Its processes do not notice when this one is killed, and would stay for ever.
+        end_with_this_process([child.pid for child in psutil.Process().children(recursive=True)])
         self.version: str = vllm.__version__
         self._max_model_len: int = self._llm.model_config.max_model_len
         sequences = self._llm.vllm_config.scheduler_config.max_num_seqs
@@ -73,10 +78,12 @@ class VllmEngine:
             )
         parameters = None if self._pooling else _sampling_parameters(call)
 
+        outbox = Outbox(emit)
+
         async def one(prompt_hash: str, prompt: str) -> None:
             async with self._slots:
                 answer = await self._answer(prompt_hash, prompt, call, parameters)
-            emit(answers_table([answer]))
+            outbox.add(answer)
 
         rows = zip(requests["prompt_hash"].to_pylist(), requests["prompt"].to_pylist(), strict=True)
         tasks = [asyncio.ensure_future(one(*row)) for row in rows]
@@ -85,6 +92,7 @@ class VllmEngine:
         finally:
             for task in tasks:
                 task.cancel()
+            outbox.flush()
 
     async def close(self) -> None:
         """Stop vLLM's own processes."""

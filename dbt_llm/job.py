@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 from dbt_llm.errors import EngineError
 from dbt_llm.job_pass import Pass
 from dbt_llm.job_spec import JobResult, JobSpec
-from dbt_llm.parts import PartWriter, parts_of_run, read_part
+from dbt_llm.part_writer import PartWriter, read_part
+from dbt_llm.parts import parts_of_run
 from dbt_llm.pool import get_pool
 from dbt_llm.ray_session import as_engine_error, connect
 from dbt_llm.schema import REQUESTS, Answer, answers_table

@@ -3,13 +3,14 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dbt_llm.arrange import largest_row_bytes
 from dbt_llm.errors import CancelledError, DbtLLMError, EndpointError, EngineError
+from dbt_llm.feeder import Feeder
 from dbt_llm.job_spec import JobResult, JobSpec
 from dbt_llm.parts import Part
 from dbt_llm.pool import Pool, Replica
@@ -17,11 +18,15 @@ from dbt_llm.process_watch import this_process
 from dbt_llm.ray_session import first_line
 from dbt_llm.spool import RequestFile, mark_in_use
 from dbt_llm.store import Store
+from dbt_llm.units import Units
 
-_UNIT_ROWS = (64, 4000)
+UNIT_ROWS = (64, 4000)
 _UNIT_BYTES = 32 * 1024 * 1024
-_UNITS_PER_REPLICA = 8
+UNITS_PER_REPLICA = 8
 _POLL_S = 0.2
+# Engines that start later than the first one keep their share of the requests for so long.
+_LATE_START_S = 2.0
+_LATE_START_SHARE = 0.1
 # Engines that may die in a row with no unit finished in between; of units of one row, more may.
 _MOST_DEATHS = 3
 _MOST_LONE_DEATHS = 12
@@ -59,12 +64,12 @@ class Pass:
         self._files = files
         self._careful = unit_rows is not None
         self.unit_rows = unit_rows or self._roomy_unit_rows()
-        self._units = _units([], 1)
-        self._exhausted = False
+        self._units = Units([])
+        self._feeder = Feeder(sum(file.rows for file in files), self.unit_rows, self._careful)
         self._job = {"folder": spec.store_folder, "provenance": asdict(spec.provenance)}
         self._run_id = spec.provenance.run_id
         # Every reference that the driver waits for: what it is, and whose.
-        self._pending: dict[Any, tuple[str, Replica]] = {}
+        self._pending: dict[Any, _Waiting] = {}
         self._last_flush = time.monotonic()
         self._last_report = 0.0
         self._refusal: EndpointError | None = None
@@ -103,25 +108,30 @@ class Pass:
 
     def _ask_all(self) -> bool:
         """Feed the units until all are done or none may be fed; tell whether the user stopped."""
-        import ray
-
-        self._units = _units(self._files, self.unit_rows)
+        self._units = Units(self._files)
         started = idle_since = time.monotonic()
+        first_ready: float | None = None
         while True:
             self._start_new()
-            self._feed()
-            if self._result.generating_since is None and self._under_way():
+            ready = self._ready()
+            if ready:
+                now = time.monotonic()
+                first_ready = first_ready or now
+                self._feeder.awaited = self._late(started, first_ready, now)
+            self._feed(ready)
+            if self._result.generating_since is None and self._feeder.under_way:
                 self._result.engine_start_s = time.monotonic() - started
                 self._result.generating_since = time.monotonic()
-            if (self._exhausted or self._refusal is not None) and not self._under_way():
+            if not self._may_feed and not self._feeder.under_way:
                 return False
-            done, _ = ray.wait(list(self._pending), num_returns=1, timeout=_POLL_S)
-            for reference in done:
-                kind, replica = self._pending.pop(reference)
-                self._settle(kind, replica, reference)
+            for reference in self._done():
+                waiting = self._pending.pop(reference, None)
+                # One of a replica that was lost is not waited for any more.
+                if waiting is not None:
+                    self._settle(waiting, reference)
             if self._cancelled.is_set():
                 return True
-            if any(replica.concurrency and not replica.dead for replica in self._pool.replicas):
+            if self._ready():
                 idle_since = time.monotonic()
             self._check_start(time.monotonic() - idle_since)
             self._flush_when_due()
@@ -129,18 +139,37 @@ class Pass:
 
     def _roomy_unit_rows(self) -> int:
         rows = sum(file.rows for file in self._files)
-        smallest, largest = _UNIT_ROWS
-        roomy = max(smallest, min(largest, rows // (self._spec.replicas * _UNITS_PER_REPLICA)))
+        smallest, largest = UNIT_ROWS
+        roomy = max(smallest, min(largest, rows // (self._spec.replicas * UNITS_PER_REPLICA)))
         # What an engine has in its hands at a time is bounded in bytes, too.
         largest_bytes = max(largest_row_bytes(file.path) for file in self._files)
         return min(roomy, max(1, _UNIT_BYTES // max(1, largest_bytes)))
 
+    def _ready(self) -> list[Replica]:
+        return [r for r in self._pool.replicas if r.concurrency is not None and not r.dead]
+
+    def _late(self, started: float, first_ready: float, now: float) -> int:
+        """Return how many engines are still to come, for as long as it is worth waiting."""
+        patience_s = max(_LATE_START_S, _LATE_START_SHARE * (first_ready - started))
+        if now - first_ready > patience_s:
+            return 0
+        return sum(r.concurrency is None and not r.dead for r in self._pool.replicas)
+
+    def _done(self) -> list[Any]:
+        import ray
+
+        done, others = ray.wait(list(self._pending), num_returns=1, timeout=_POLL_S)
+        if done and others:
+            more, _ = ray.wait(others, num_returns=len(others), timeout=0)
+            done += more
+        return list(done)
+
     def _start_new(self) -> None:
-        waiting = {id(replica) for kind, replica in self._pending.values() if kind == "start"}
+        waiting = {id(own.replica) for own in self._pending.values() if own.kind == "start"}
         for replica in self._pool.alive(_MOST_LONE_DEATHS if self.unit_rows == 1 else _MOST_DEATHS):
             if replica.concurrency is None and id(replica) not in waiting:
                 started = replica.actor.start.remote(self._pool.secrets, this_process())
-                self._pending[started] = ("start", replica)
+                self._pending[started] = _Waiting("start", replica)
 
     def _check_start(self, waited_s: float) -> None:
         import ray
@@ -154,38 +183,38 @@ class Pass:
                 f"{self._pool.replicas[0].log_path}."
             )
 
-    def _feed(self) -> None:
-        for replica in self._pool.replicas:
-            if replica.dead or replica.concurrency is None:
-                continue
-            # One unit more than the engine can hold, so it never waits for the driver.
-            wanted = 1 + max(1, -(-replica.concurrency // self.unit_rows))
-            if self._careful:
-                wanted = 1
-            while self._may_feed and self._under_way(replica) < wanted:
-                unit = next(self._units, None)
+    def _feed(self, ready: list[Replica]) -> None:
+        for replica in ready:
+            assert replica.concurrency is not None
+            self._feeder.add(replica, replica.concurrency)
+        listening = {own.replica for own in self._pending.values() if own.kind == "answered"}
+        for replica in ready:
+            while self._may_feed and (rows := self._feeder.rows_for(replica)):
+                unit = self._units.cut(rows)
                 if unit is None:
-                    self._exhausted = True
+                    self._feeder.left = 0
                     break
                 call = unit.file.call
                 reference = replica.actor.answer.remote(
-                    unit.block, unit.offset, unit.length, call.call_hash, call.content, self._job
+                    unit.block, unit.offset, unit.rows, call.call_hash, call.content, self._job
                 )
-                self._pending[reference] = ("answer", replica)
+                self._pending[reference] = _Waiting("answer", replica, unit.rows)
+                self._feeder.handed(replica, unit.rows, time.monotonic())
+            if self._may_feed and replica not in listening:
+                at_least = self._feeder.report_at(replica)
+                if at_least is not None:
+                    report = replica.actor.answered.remote(self._run_id, at_least)
+                    self._pending[report] = _Waiting("answered", replica)
 
     @property
     def _may_feed(self) -> bool:
-        return not self._exhausted and self._refusal is None
+        return self._feeder.left > 0 and self._refusal is None
 
-    def _under_way(self, replica: Replica | None = None) -> int:
-        return sum(
-            kind == "answer" and replica in {None, owner} for kind, owner in self._pending.values()
-        )
-
-    def _settle(self, kind: str, replica: Replica, reference: Any) -> None:
+    def _settle(self, waiting: "_Waiting", reference: Any) -> None:
         import ray
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
+        kind, replica = waiting.kind, waiting.replica
         try:
             value = ray.get(reference)
         except RayActorError as error:
@@ -201,16 +230,21 @@ class Pass:
             if isinstance(cause, EndpointError):
                 # Other units find out as well; what they have under way is paid and waited for.
                 self._refusal = self._refusal or EndpointError(str(cause))
+                self._feeder.lost(replica, waiting.rows)
                 return
             raise self._failure(replica, error) from None
         except RayError as error:
             if kind == "answer":
                 # Its block was lost with a machine, say: the next pass asks what is missing.
+                self._feeder.lost(replica, waiting.rows)
                 return
             raise self._failure(replica, error) from None
         if kind == "start":
             replica.concurrency = value["concurrency"]
+        elif kind == "answered":
+            self._feeder.answered(replica, value, time.monotonic())
         elif kind == "answer":
+            self._feeder.returned(replica, waiting.rows, time.monotonic())
             self._pool.deaths = 0
             if self._careful:
                 self._collect_flush(replica)
@@ -229,20 +263,24 @@ class Pass:
     def _lose(self, replica: Replica, reason: str) -> None:
         self._result.engine_deaths += 1
         self._pool.bury(replica, reason)
-        self._pending = {ref: own for ref, own in self._pending.items() if own[1] is not replica}
+        self._feeder.remove(replica)
+        self._pending = {
+            ref: own for ref, own in self._pending.items() if own.replica is not replica
+        }
 
     def _flush_when_due(self) -> None:
         if time.monotonic() - self._last_flush < self._spec.commit_interval_s:
             return
         self._last_flush = now = time.monotonic()
         mark_in_use(Path(self._spec.work_folder))
-        flushing = {replica for kind, replica in self._pending.values() if kind == "flush"}
+        flushing = {own.replica for own in self._pending.values() if own.kind == "flush"}
         for replica in list(self._pool.replicas):
             if replica.dead or not replica.concurrency:
                 continue
             if replica not in flushing:
                 replica.flush_sent = now
-                self._pending[replica.actor.flush.remote(self._run_id)] = ("flush", replica)
+                flush = replica.actor.flush.remote(self._run_id)
+                self._pending[flush] = _Waiting("flush", replica)
             elif now - replica.flush_sent > _HUNG_S:
                 self._lose(replica, f"it did not respond for {_HUNG_S:g} s")
 
@@ -271,7 +309,7 @@ class Pass:
         import ray
         from ray.exceptions import RayError
 
-        units = [reference for reference, (kind, _) in self._pending.items() if kind == "answer"]
+        units = [reference for reference, own in self._pending.items() if own.kind == "answer"]
         if units:
             done, _ = ray.wait(units, num_returns=len(units), timeout=_POLL_S)
             for reference in done:
@@ -292,7 +330,11 @@ class Pass:
             raise failure
 
     def _collect_flush(self, replica: Replica) -> None:
-        under_way = [ref for ref, own in self._pending.items() if own == ("flush", replica)]
+        under_way = [
+            ref
+            for ref, own in self._pending.items()
+            if own.kind == "flush" and own.replica is replica
+        ]
         for reference in under_way:
             del self._pending[reference]
             self._fetch_parts(replica, reference)
@@ -329,35 +371,11 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class _Unit:
-    """Some requests of one file, as a part of a block in Ray's object store."""
+class _Waiting:
+    """What the driver waits for: a call of an actor's method."""
 
-    file: RequestFile
-    block: Any
-    offset: int
-    length: int | None
-    """None: to the block's end."""
-
-
-def _units(files: list[RequestFile], unit_rows: int) -> Generator[_Unit, None, None]:
-    """Yield references to blocks of at most `unit_rows` requests, in the files' order."""
-    import ray.data
-    from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
-
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    # With Ray 2.60 the second reader takes seconds to begin, the first a fifth of one.
-    context.use_datasource_v2 = False
-    context.execution_options.preserve_order = True
-    for file in files:
-        # Ray would take a path for a URL, and a folder named `a=b` for a column `a`.
-        path = Path(file.path)
-        dataset = ray.data.read_parquet(
-            path.name,
-            filesystem=SubTreeFileSystem(str(path.parent), LocalFileSystem()),
-            partitioning=None,
-        ).repartition(target_num_rows_per_block=unit_rows)
-        for bundle in dataset.iter_internal_ref_bundles():
-            for entry, part in zip(bundle.blocks, bundle.slices, strict=True):
-                offset, length = (part.start_offset, part.num_rows) if part else (0, None)
-                yield _Unit(file, entry.ref, offset, length)
+    kind: str
+    """start, answer, answered or flush."""
+    replica: Replica
+    rows: int = 0
+    """Of the unit that is to be answered."""

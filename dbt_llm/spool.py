@@ -6,7 +6,7 @@ Prompts can be many and large, so they pass through files and never lie in memor
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from dbt_llm.arrange import write_in_order
 from dbt_llm.call import Call
 from dbt_llm.errors import SpoolError
 from dbt_llm.files import is_abandoned, private_folder
+from dbt_llm.shares import FRESH, Share, share_out
 
 _RAW = pa.schema(
     [("prompt_hash", pa.string()), ("call_hash", pa.string()), ("prompt", pa.string())]
@@ -34,7 +35,7 @@ _PREFIX_LENGTH = 64
 
 @dataclass(frozen=True)
 class RequestFile:
-    """The requests of one call, for one job."""
+    """Requests of one call, for one job."""
 
     path: str
     rows: int
@@ -87,7 +88,10 @@ class RawSpool:
         with _writing_to(self._folder):
             if self._writer is None:
                 private_folder(self._folder)
-                self._writer = pq.ParquetWriter(self._path(), _RAW, compression="zstd")
+                # It is read once and soon: what compresses more would take longer.
+                self._writer = pq.ParquetWriter(
+                    self._path(), _RAW, compression="lz4", use_dictionary=["call_hash"]
+                )
             self._writer.write_table(table)
         self._batches.clear()
         self._buffered_rows = self._buffered_bytes = 0
@@ -115,11 +119,14 @@ def prepare_requests(
     asked: list[RequestFile],
     others: list[RequestFile],
     limit: int | None,
+    history: Sequence[str] = (),
 ) -> Prepared:
-    """Turn a raw spool into one file per call: distinct, in order, without what is asked already.
+    """Turn a raw spool into files of one call each: distinct, in order, less what is asked already.
 
-    Prompts that begin alike lie together, for the engine's prefix cache, and the groups with the
-    longest prompts come first, so that no long request is left over at the end.
+    The longest answers are asked first, so that none is left over at the end: by what the store
+    teaches of their length (see `lengths.py`), in classes of a power of two. In a class prompts
+    that begin alike lie together, for the engine's prefix cache, and the groups with the longest
+    prompts come first.
 
     Args:
         raw: the spool; it is removed.
@@ -128,6 +135,7 @@ def prepare_requests(
         asked: what earlier rounds asked.
         others: what other models ask just now.
         limit: the largest number of requests in all (the dbt variable `llm_limit`).
+        history: the part files of the store.
     """
     with _writing_to(folder), _database(folder) as connection:
         source = f"select *, file_row_number as row from {_source(raw)} as raw {_without(asked)}"
@@ -140,22 +148,20 @@ def prepare_requests(
             )
         # Only keys are grouped: an aggregate cannot put the texts that it carries on the disk.
         connection.execute(f"""
-            create temp table fresh as
+            create temp table {FRESH} as
             select
                 call_hash, row, left(prompt, {_PREFIX_LENGTH}) as beginning,
                 strlen(prompt) as length
             from ({source}) as r semi join (
                 select min(row) as row from ({source}) as r {_without(others)}
                 group by prompt_hash
-            ) as first using (row)""")
+            ) as first using (row)
+            {f"order by call_hash limit {limit:d}" if limit is not None else ""}""")
         files = []
-        for number, (call_hash, call) in enumerate(sorted(calls.items())):
+        for number, share in enumerate(share_out(connection, calls, history)):
             path = folder / f"requests-{number}.parquet"
-            rows = _write_chosen(connection, raw, call_hash, path, limit)
-            if rows:
-                files.append(RequestFile(path=str(path), rows=rows, call=call))
-            if limit is not None:
-                limit -= rows
+            rows = _write_share(connection, raw, share, path)
+            files.append(RequestFile(path=str(path), rows=rows, call=share.call))
         raw.unlink()
         return Prepared(files, left_to_others)
 
@@ -196,25 +202,18 @@ def _union(files: list[RequestFile]) -> str:
     return sql.parquet([file.path for file in files])
 
 
-def _write_chosen(
-    connection: duckdb.DuckDBPyConnection,
-    raw: Path,
-    call_hash: str,
-    path: Path,
-    limit: int | None,
-) -> int:
+def _write_share(connection: duckdb.DuckDBPyConnection, raw: Path, share: Share, path: Path) -> int:
     connection.execute(f"""
         create or replace temp table chosen as
-        select row, length, max(length) over (partition by beginning) as longest
-        from (select * from fresh where call_hash = {sql.literal(call_hash)}
-              {f"limit {limit:d}" if limit is not None else ""})""")
-    count = int(sql.scalar(connection, "select count(*) from chosen"))
+        select row, length, class, max(length) over (partition by class, beginning) as longest
+        from {share.requests} as requests""")
     # As much of each prompt as there is memory to sort.
-    length = _SORTED_BYTES // max(1, count)
+    length = _SORTED_BYTES // max(1, share.rows)
     order = connection.execute(f"""
         select row, length
         from {_source(raw)} as raw inner join chosen on raw.file_row_number = chosen.row
-        order by longest desc, left(prompt, {max(_PREFIX_LENGTH, length)})""").fetchnumpy()
+        order by class desc, longest desc, left(prompt, {max(_PREFIX_LENGTH, length)})
+        """).fetchnumpy()
     return write_in_order(raw, order["row"], order["length"], path)
 
 

@@ -1,0 +1,140 @@
+"""How long answers are expected to be, from those that the store has of the same call.
+
+An engine that begins with the long ones ends with the short ones, and then no slot stays busy while
+the others are idle. The length of an answer is not known before, but prompts of one call and of
+about one length get answers of about one length. So the mean of each class is learned: a call, and
+the power of two below the bytes of a prompt. Where the store has no prompts (`keep_prompts: false`)
+there is one class for the call.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dbt_llm import sql
+from dbt_llm.call import Call
+from dbt_llm.schema import GENERATIONS
+
+EXPECTED = "expected_tokens"
+"""The temporary table (call_hash, size, tokens): a size of NULL stands for all other prompts."""
+
+# Enough for a mean, and read in some hundredths of a second however large the store is.
+_NEWEST_FILES = 32
+_OLDER_FILES = 32
+_FILES_PER_CALL = 16
+_ROWS_PER_CALL = 32_000
+_MOST_PROMPT_BYTES = 48 * 1024 * 1024
+_LEAST_ROWS_OF_CLASS = 8
+_TOKENS_OF_CHOICE = 4
+_TOKENS_OF_JSON = 64
+_CALL_HASH, _PROMPT = (GENERATIONS.get_field_index(name) for name in ("call_hash", "prompt"))
+
+
+def size_class(length: str) -> str:
+    """Return the SQL expression of the class of a prompt, from that of its bytes."""
+    return f"cast(floor(log2({length} + 1)) as integer)"
+
+
+def expect_lengths(
+    connection: duckdb.DuckDBPyConnection, history: Sequence[str], calls: Mapping[str, Call]
+) -> set[str]:
+    """Create the table `EXPECTED` for some calls; return the hashes of those that are learned.
+
+    `history` is the store's part files, in any order; a bounded sample of them is read.
+    """
+    connection.execute(
+        f"create or replace temp table {EXPECTED} (call_hash varchar, size integer, tokens double)"
+    )
+    wanted = {key for key, call in calls.items() if call.content["output"]["type"] != "embedding"}
+    samples = _samples(history, wanted)
+    if samples:
+        # What is gone or damaged since is no reason not to ask.
+        with suppress(duckdb.Error):
+            _learn(connection, samples)
+    known = connection.execute(f"select call_hash from {EXPECTED} where size is null").fetchall()
+    learned = {call_hash for (call_hash,) in known}
+    others = ", ".join(
+        f"({sql.literal(call_hash)}, null, {usual_tokens(calls[call_hash]):d})"
+        for call_hash in calls.keys() - learned
+    )
+    if others:
+        connection.execute(f"insert into {EXPECTED} values {others}")
+    return learned
+
+
+def usual_tokens(call: Call) -> int:
+    """Return what to expect of a call without any history."""
+    content = call.content
+    match content["output"]["type"]:
+        case "embedding":
+            return 0
+        case "choice":
+            return _TOKENS_OF_CHOICE
+        case "json":
+            return _TOKENS_OF_JSON
+    return int(content["sampling"]["max_tokens"])
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Some rows of a part file."""
+
+    file: str
+    call_hash: str
+    rows: int
+
+
+def _samples(history: Sequence[str], wanted: set[str]) -> list[_Sample]:
+    """Choose what is read of the store.
+
+    A job that knows the lengths writes the short answers last, so the newest files do not do.
+    """
+    # A part's name begins with its time.
+    files = sorted(history, key=lambda path: Path(path).name, reverse=True)
+    older = files[_NEWEST_FILES:]
+    looked_at = files[:_NEWEST_FILES] + older[:: max(1, -(-len(older) // _OLDER_FILES))]
+    found: dict[str, list[tuple[str, int, float]]] = {key: [] for key in wanted}
+    for file in looked_at if wanted else []:
+        with suppress(pa.ArrowException, OSError):
+            rows, prompt_bytes, held = _look_at(file, wanted)
+            for call_hash in held:
+                found[call_hash].append((file, rows, prompt_bytes / max(1, rows)))
+    samples = []
+    for call_hash, holding in found.items():
+        chosen = holding[:: max(1, -(-len(holding) // _FILES_PER_CALL))]
+        bytes_per_file = _MOST_PROMPT_BYTES / max(1, len(wanted) * len(chosen))
+        for file, rows, row_bytes in chosen:
+            fitting = int(min(_ROWS_PER_CALL // len(chosen), bytes_per_file / max(1.0, row_bytes)))
+            samples.append(_Sample(file, call_hash, max(1, min(rows, fitting))))
+    return samples
+
+
+def _look_at(file: str, wanted: set[str]) -> tuple[int, int, set[str]]:
+    """Return a file's rows, the bytes of its prompts and the calls that it may hold."""
+    metadata = pq.read_metadata(file)
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    held = set()
+    for group in groups:
+        found = group.column(_CALL_HASH).statistics
+        held |= {key for key in wanted if found is None or found.min <= key <= found.max}
+    prompt_bytes = sum(group.column(_PROMPT).total_uncompressed_size for group in groups)
+    return metadata.num_rows, prompt_bytes, held
+
+
+def _learn(connection: duckdb.DuckDBPyConnection, samples: list[_Sample]) -> None:
+    parts = " union all ".join(
+        f"(select call_hash, {size_class('strlen(prompt)')} as size, completion_tokens "
+        f"from {sql.parquet([sample.file])} where call_hash = {sql.literal(sample.call_hash)} "
+        f"and completion_tokens is not null limit {sample.rows:d})"
+        for sample in samples
+    )
+    connection.execute(f"""
+        insert into {EXPECTED}
+        select call_hash, size, avg(completion_tokens) as tokens from ({parts})
+        group by grouping sets ((call_hash, size), (call_hash))
+        having grouping(size) = 1 or (size is not null and count(*) >= {_LEAST_ROWS_OF_CLASS})""")
