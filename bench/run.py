@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import over_http, with_replay
+from bench import over_http, tail, with_replay, with_vllm
 from bench.figures import HEAD
 
 MEASURES = {
@@ -29,6 +29,10 @@ MEASURES = {
     "commits": (with_replay.commits, [40_000]),
     "memory": (with_replay.memory, [10_000_000]),
     "http": (over_http.http, [3_000]),
+    "tail": (tail.tail, [10_000]),
+    "efficiency": (with_vllm.efficiency, [512]),
+    "prefix": (with_vllm.prefix, [1_000]),
+    "start": (with_vllm.start, [0]),
 }
 """What is measured, and at how many rows where --rows does not say."""
 
