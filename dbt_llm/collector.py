@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_SEEN = 1_000_000
 """Keys that are kept to count a query's distinct prompts; beyond, the number is not known."""
-
+_REPEATED_ROWS = 250_000
 
 _PIECE_BYTES = 32 * 1024 * 1024
 
@@ -36,6 +36,42 @@ class Mode(Enum):
     NULL = "null"
 
 
+class SeenKeys:
+    """Distinct keys, up to `MAX_SEEN` of them and some more; they stay in Arrow, which is quick."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._distinct = pa.array([], pa.string())
+            self._more: list[pa.Array] = []
+            self._more_rows = 0
+
+    def add(self, keys: pa.Array) -> None:
+        """Note keys, which may be known or NULL."""
+        with self._lock:
+            if len(self._distinct) >= MAX_SEEN:
+                return
+            self._more.append(keys.cast(pa.string()))
+            self._more_rows += len(keys)
+            if self._more_rows >= max(_REPEATED_ROWS, len(self._distinct)):
+                self._merge()
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        with self._lock:
+            self._merge()
+            return len(self._distinct)
+
+    def _merge(self) -> None:
+        keys = pa.chunked_array([self._distinct, *self._more], pa.string())
+        self._distinct = keys.drop_null().unique()
+        self._more, self._more_rows = [], 0
+
+
 class Resolution:
     """What one evaluation of a model's query has shown so far."""
 
@@ -45,7 +81,7 @@ class Resolution:
         self.call_sites = 0
         self.error: DbtLLMError | None = None
         self.missing: set[str] = set()
-        self.seen: set[str] = set()
+        self.seen = SeenKeys()
         self._spool_folder = spool_folder
         self._spooling = threading.Lock()
         self._spool: RawSpool | None = None
@@ -159,11 +195,7 @@ class Collector:
         """Note the keys that a query looks up, for the summary line."""
         resolution = self._resolution(token)
         if resolution is not None:
-            if len(resolution.seen) >= MAX_SEEN:
-                return
-            keys = prompt_hashes.drop_null().to_pylist()
-            with self._lock:
-                resolution.seen.update(keys)
+            resolution.seen.add(prompt_hashes)
 
     def _resolution(self, token: str) -> Resolution | None:
         if not token:
