@@ -38,10 +38,12 @@ def run_job(
     store: Store,
     cancelled: threading.Event,
     report: Callable[[JobResult], None],
-) -> JobResult:
+    result: JobResult,
+) -> None:
     """Run a job to its end; `report` hears of its progress about once a second.
 
     `secrets` go to the engine's memory and nowhere else; the spec, which is written down, has none.
+    What is done goes into `result`, also where the job fails later.
 
     Raises:
         EngineError: no engine starts, or engines keep dying.
@@ -49,7 +51,6 @@ def run_job(
         CancelledError: `cancelled` was set; what was answered is committed.
         StoreError: a commit failed.
     """
-    result = JobResult(asked=spec.rows)
     connect(spec.ray_address)
     pool = get_pool(spec.engine, secrets, spec.replicas, spec.log_folder)
     # Whatever killed its engines before, this job may try.
@@ -86,7 +87,6 @@ def run_job(
                 break
         if died:
             unit_rows = max(1, min(one_pass.unit_rows, rows) // _NARROW)
-    return result
 
 
 def _take_in_lost_parts(spec: JobSpec, store: Store, result: JobResult, earlier: set[Path]) -> None:

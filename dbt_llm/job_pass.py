@@ -120,6 +120,7 @@ class Pass:
                 self._feeder.awaited = self._late(started, first_ready, now)
             self._feed(ready)
             if self._result.generating_since is None and self._feeder.under_way:
+                self._result.engine_version = ready[0].version
                 self._result.engine_start_s = time.monotonic() - started
                 self._result.generating_since = time.monotonic()
             if not self._may_feed and not self._feeder.under_way:
@@ -240,7 +241,7 @@ class Pass:
                 return
             raise self._failure(replica, error) from None
         if kind == "start":
-            replica.concurrency = value["concurrency"]
+            replica.concurrency, replica.version = value["concurrency"], value["version"]
         elif kind == "answered":
             self._feeder.answered(replica, value, time.monotonic())
         elif kind == "answer":

@@ -39,6 +39,8 @@ class JobResult:
     """What a job did so far."""
 
     asked: int = 0
+    engine_version: str | None = None
+    """None until an engine has started."""
     parts: list[Part] = field(default_factory=list)
     engine_start_s: float = 0.0
     """From the job's start until the first unit went to an engine."""
@@ -71,7 +73,17 @@ class JobResult:
     @property
     def tokens(self) -> int:
         """Prompt and completion tokens."""
-        return sum(part.prompt_tokens + part.completion_tokens for part in self.parts)
+        return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens."""
+        return sum(part.prompt_tokens for part in self.parts)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Completion tokens."""
+        return sum(part.completion_tokens for part in self.parts)
 
     @property
     def cost_usd(self) -> float:

@@ -58,6 +58,17 @@ def newest_us(cursor: Any, store: "Store") -> int:
     return int(sql.scalar(cursor, f"select epoch_us(max(created_at)) from {relation}") or 0)
 
 
+def read_table(cursor: Any, table: "Store", schema: Any) -> str:
+    """Return a SQL expression for FROM that reads a table as it is now; `schema` is Arrow's."""
+    _, relation = _read(cursor, table)
+    if relation is None:
+        empty = cursor.from_arrow(schema.empty_table())
+        types = zip(empty.columns, empty.types, strict=True)
+        columns = ", ".join(f"null::{type_} as {sql.identifier(name)}" for name, type_ in types)
+        return f"(select {columns} where false)"
+    return f"(select * from {relation})"
+
+
 def _select_answers(cursor: Any, store: "Store", visible: str) -> "tuple[Snapshot, str | None]":
     snapshot, relation = _read(cursor, store)
     if relation is None:

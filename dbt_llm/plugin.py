@@ -12,15 +12,19 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import duckdb
+from dbt.adapters.contracts.connection import AdapterResponse
+from dbt.adapters.duckdb.connections import DuckDBConnectionManager
 from dbt.adapters.duckdb.plugins import BasePlugin
 from dbt.adapters.duckdb.utils import TargetConfig
 from dbt.adapters.factory import get_adapter_by_type
 from dbt.events.types import JinjaLogInfo, JinjaLogWarning
 from dbt.flags import get_flags
+from dbt.version import __version__ as dbt_version
 from dbt_common.events.base_types import EventLevel
 from dbt_common.events.functions import fire_event
 from dbt_common.exceptions import DbtRuntimeError
@@ -30,9 +34,12 @@ from dbt_llm import python_models
 from dbt_llm.collector import Mode
 from dbt_llm.config import load_config
 from dbt_llm.errors import CallError, ConfigError, DbtLLMError, UnresolvedError
+from dbt_llm.lookup import read_table
 from dbt_llm.record import write_answers
 from dbt_llm.resolve_loop import Build, Settings, Summary, plan_query
+from dbt_llm.run_log import all_runs
 from dbt_llm.runner import Output, Run, new_run
+from dbt_llm.schema import GENERATIONS, RUNS
 from dbt_llm.session import Session
 from dbt_llm.version import __version__
 
@@ -43,6 +50,32 @@ _DISPATCH_BLOCK = """\
 
 # Commands that only look; a prompt without a stored answer is NULL there.
 _LOOKING = {"show", "compile", "docs", "generate", "parse", "list", "ls", "clone"}
+
+
+_thread = threading.local()
+"""`counts`: what the model that this thread builds has asked."""
+
+
+@dataclass
+class CountedResponse(AdapterResponse):  # type: ignore[misc]
+    """What dbt writes into run_results.json as a model's `adapter_response`."""
+
+    llm: dict[str, Any] = field(default_factory=dict)
+
+
+def _count_in_responses() -> None:
+    """Have dbt-duckdb's responses carry the counts; it has no hook for that."""
+    plain = DuckDBConnectionManager.get_response
+    if getattr(plain, "counts", False):
+        return
+
+    def get_response(cursor: Any) -> AdapterResponse:
+        response = plain(cursor)
+        counts = getattr(_thread, "counts", None)
+        return response if counts is None else CountedResponse(str(response), llm=counts)
+
+    get_response.counts = True  # type: ignore[attr-defined]
+    DuckDBConnectionManager.get_response = staticmethod(get_response)
 
 
 class Plugin(BasePlugin):  # type: ignore[misc]
@@ -56,6 +89,7 @@ class Plugin(BasePlugin):  # type: ignore[misc]
             config = load_config(plugin_config, ignore=settings)
             self._session = Session(config, _missing_outside)
         python_models.serve(self._resolve_python)
+        _count_in_responses()
 
     def configure_connection(self, conn: Any) -> None:
         """Prepare a DuckDB database."""
@@ -63,6 +97,8 @@ class Plugin(BasePlugin):  # type: ignore[misc]
 
     def configure_cursor(self, cursor: Any) -> None:
         """Prepare one connection to it, as dbt opens one per node."""
+        # dbt opens one for each node.
+        _thread.counts = None
         with _as_dbt_error():
             self._session.prepare_cursor(cursor)
 
@@ -79,6 +115,8 @@ class Plugin(BasePlugin):  # type: ignore[misc]
                     self._check_view(request)
                 case "record":
                     self._record(request)
+                case "relation":
+                    self._relation(request)
 
     def _resolve(self, request: dict[str, Any]) -> None:
         header = request["header"]
@@ -132,11 +170,15 @@ class Plugin(BasePlugin):  # type: ignore[misc]
             cancelled=cancelled,
         )
         with _interrupt_sets(cursor, cancelled):
-            return self._session.resolve(cursor, build, run, _output(), settings)
+            summary = self._session.resolve(cursor, build, run, _output(), settings)
+        if summary is not None:
+            _thread.counts = {"run_id": run.run_id, **summary.counts()}
+        return summary
 
     def _new_run(self, node_id: str) -> Run:
-        target = Path(get_adapter_by_type("duckdb").config.project_target_path)
-        return new_run(node_id, get_invocation_id(), target)
+        config = get_adapter_by_type("duckdb").config
+        run = new_run(node_id, get_invocation_id(), Path(config.project_target_path))
+        return replace(run, dbt_version=dbt_version, target=config.target_name)
 
     def _check_view(self, request: dict[str, Any]) -> None:
         cursor = _thread_cursor()
@@ -156,6 +198,15 @@ class Plugin(BasePlugin):  # type: ignore[misc]
                 "only in dbt's own connections, so nobody else could read it. Materialize it as "
                 "table, incremental or external."
             )
+
+    def _relation(self, request: dict[str, Any]) -> None:
+        """Tell a macro how SQL reads a table of the store."""
+        cursor = _thread_cursor()
+        relation = read_table(cursor, self._session.store, GENERATIONS)
+        if request["table"] == "runs":
+            runs = read_table(cursor, self._session.run_log.table, RUNS)
+            relation = all_runs(runs, relation)
+        request["relation"] = relation
 
     def _record(self, request: dict[str, Any]) -> None:
         path = Path(str(request["path"]))

@@ -26,6 +26,8 @@ class Replica:
     log_path: str
     concurrency: int | None = None
     """None until the engine has started."""
+    version: str = ""
+    """That of the engine."""
     dead: bool = False
     flush_sent: float = 0.0
     """When it was last told to write, on the monotonic clock."""

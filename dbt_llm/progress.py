@@ -78,14 +78,14 @@ def summary_line(name: str, summary: Summary) -> str:
     For example `llm: tickets: 1,000 prompts, 812 stored, 185 generated, 3 failed, 41k tokens,
     34 rows/s`.
     """
-    asked = sum(job.answered for job in summary.jobs)
+    counts = summary.counts()
+    asked = summary.generated + summary.failed
     parts = []
     if summary.prompts is None:
         parts.append("all other prompts stored" if asked else "all prompts stored")
     else:
         parts.append(f"{summary.prompts:,} {'prompt' if summary.prompts == 1 else 'prompts'}")
-        stored = max(0, summary.prompts - asked - summary.left_null)
-        parts.append(f"{stored:,} stored")
+        parts.append(f"{counts['stored']:,} stored")
     parts.append(f"{summary.generated:,} generated")
     if summary.failed:
         parts.append(f"{summary.failed:,} failed")
@@ -93,12 +93,10 @@ def summary_line(name: str, summary: Summary) -> str:
         parts.append(f"{summary.left_null:,} left NULL")
     if asked:
         seconds = sum(job.generating_s for job in summary.jobs)
-        tokens = sum(job.tokens for job in summary.jobs)
-        cost = sum(job.cost_usd for job in summary.jobs)
-        parts.append(f"{_short(tokens)} tokens")
+        parts.append(f"{_short(counts['prompt_tokens'] + counts['completion_tokens'])} tokens")
         parts.append(f"{_rate(asked / max(seconds, 0.001))} rows/s")
-        if cost:
-            parts.append(f"{cost:,.4f} USD")
+        if counts["cost_usd"]:
+            parts.append(f"{counts['cost_usd']:,.4f} USD")
     return f"llm: {name}: {', '.join(parts)}"
 
 

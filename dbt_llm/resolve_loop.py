@@ -71,6 +71,23 @@ class Summary:
     left_null: int = 0
     """Prompts without an answer, left NULL on purpose (`llm_mode: null`, `llm_limit`)."""
 
+    def counts(self) -> dict[str, Any]:
+        """Return what was done in numbers; `prompts` and `stored` are None where not counted."""
+        answered = sum(job.answered for job in self.jobs)
+        stored = None
+        if self.prompts is not None:
+            stored = max(0, self.prompts - answered - self.left_null)
+        return {
+            "prompts": self.prompts,
+            "stored": stored,
+            "generated": self.generated,
+            "failed": self.failed,
+            "left_null": self.left_null,
+            "prompt_tokens": sum(job.prompt_tokens for job in self.jobs),
+            "completion_tokens": sum(job.completion_tokens for job in self.jobs),
+            "cost_usd": sum(job.cost_usd for job in self.jobs),
+        }
+
     @property
     def generated(self) -> int:
         """Prompts that were answered just now."""

@@ -36,6 +36,9 @@ class Run:
     target_folder: Path
     """Where dbt writes its artifacts; specs and engine logs go to `llm/` in it."""
     spool_folder: Path
+    dbt_version: str | None = None
+    target: str | None = None
+    """The name of dbt's target."""
     after_us: int = 0
     """No generation is dated earlier, in µs since 1970."""
 
@@ -73,6 +76,8 @@ class Runner:
         self._run = run
         self._output = output
         self._cancelled = cancelled
+        self.jobs: list[tuple[Provenance, JobResult]] = []
+        """All jobs so far, those that failed included."""
 
     def __call__(self, files: "list[RequestFile]") -> list[JobResult]:
         """Ask for the answers to all files.
@@ -84,6 +89,20 @@ class Runner:
         for file in files:
             by_llm.setdefault(file.call.llm, []).append(file)
         return [self._run_one(llm, own) for llm, own in sorted(by_llm.items())]
+
+    def origin(self) -> dict[str, Any]:
+        """Return whose run it is, as columns of the run log."""
+        run = self._run
+        return {
+            "run_id": run.run_id,
+            "node_id": run.node_id,
+            "invocation_id": run.invocation_id,
+            "trace_id": _trace_id(run),
+            "pipeline_version": __version__,
+            "git_sha": _git_sha(),
+            "dbt_version": run.dbt_version,
+            "target": run.target,
+        }
 
     def _run_one(self, llm: str, files: "list[RequestFile]") -> JobResult:
         from dbt_llm.job import run_job
@@ -98,8 +117,10 @@ class Runner:
             f"llm: {self._run.name}: asking {llm} ({spec.provenance.model}) for "
             f"{spec.rows:,} {'answer' if spec.rows == 1 else 'answers'}"
         )
+        result = JobResult(asked=spec.rows)
+        self.jobs.append((spec.provenance, result))
         try:
-            result = run_job(spec, secrets, self._store, self._cancelled, progress)
+            run_job(spec, secrets, self._store, self._cancelled, progress, result)
         except CancelledError as error:
             # dbt shows no errors of nodes that the user interrupted.
             self._output.warn(f"llm: {self._run.name}: {error}")
@@ -126,7 +147,7 @@ class Runner:
                 node_id=self._run.node_id,
                 invocation_id=self._run.invocation_id,
                 run_id=self._run.run_id,
-                trace_id=self._run.invocation_id.replace("-", ""),
+                trace_id=_trace_id(self._run),
                 git_sha=_git_sha(),
                 price_prompt=entry.price.prompt,
                 price_completion=entry.price.completion,
@@ -155,6 +176,10 @@ def engine_settings(entry: LLMConfig) -> dict[str, Any]:
         if settings[key] is not None and Path(settings[key]).expanduser().exists():
             settings[key] = str(Path(settings[key]).expanduser().absolute())
     return settings
+
+
+def _trace_id(run: Run) -> str:
+    return run.invocation_id.replace("-", "")
 
 
 @cache

@@ -64,6 +64,46 @@ GENERATIONS = pa.schema(
 )
 """The store: one row per stored answer or error."""
 
+_COUNTS = [
+    pa.field("asked", pa.int64()),
+    pa.field("generated", pa.int64()),
+    pa.field("failed", pa.int64()),
+    pa.field("errors", pa.string()),
+    pa.field("prompt_tokens", pa.int64()),
+    pa.field("completion_tokens", pa.int64()),
+    pa.field("cost_usd", pa.float64()),
+    pa.field("engine_start_s", pa.float64()),
+    pa.field("generating_s", pa.float64()),
+    pa.field("committing_s", pa.float64()),
+]
+_LLM = [pa.field(name, pa.string()) for name in ("llm", "model", "engine", "engine_version")]
+
+RUNS = pa.schema(
+    [
+        pa.field("run_id", pa.string(), nullable=False),
+        pa.field("node_id", pa.string(), nullable=False),
+        pa.field("invocation_id", pa.string(), nullable=False),
+        pa.field("trace_id", pa.string()),
+        pa.field("status", pa.string(), nullable=False),
+        pa.field("error", pa.string()),
+        pa.field("started_at", pa.timestamp("us", tz="UTC"), nullable=False),
+        pa.field("prompts", pa.int64()),
+        pa.field("stored", pa.int64()),
+        pa.field("left_null", pa.int64()),
+        *_COUNTS,
+        pa.field("total_s", pa.float64()),
+        pa.field("tokens_per_s", pa.float64()),
+        pa.field("rows_per_s", pa.float64()),
+        *_LLM,
+        pa.field("pipeline_version", pa.string()),
+        pa.field("git_sha", pa.string()),
+        pa.field("dbt_version", pa.string()),
+        pa.field("target", pa.string()),
+        pa.field("jobs", pa.list_(pa.struct([*_LLM, *_COUNTS]))),
+    ]
+)
+"""The run log: one row per node and run. `errors` is JSON, rows per error code."""
+
 LASTING_ERRORS = (
     "context_length",
     "content_filter",

@@ -3,17 +3,20 @@
 The dbt plugin has one; `dbt_llm.resolve` in a notebook has one per config.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from dbt_llm.collector import Collector
+from dbt_llm.collector import Collector, Mode
 from dbt_llm.config import Config
+from dbt_llm.errors import StoreError
 from dbt_llm.functions import register_functions, register_macros
 from dbt_llm.in_flight import InFlight
 from dbt_llm.lookup import newest_us, show_store
 from dbt_llm.progress import summary_line
 from dbt_llm.resolve_loop import Build, Settings, Summary, resolve
+from dbt_llm.run_log import RunLog, run_row
 from dbt_llm.runner import Output, Run, Runner
 from dbt_llm.store import open_store
 
@@ -29,6 +32,7 @@ class Session:
         self.config = config
         self.store = open_store(config.store)
         self.collector = Collector(config.llms, outside)
+        self.run_log = RunLog(config.store)
         self._in_flight = InFlight()
 
     def prepare_database(self, connection: Any) -> None:
@@ -55,9 +59,33 @@ class Session:
             # Whatever the clock says now, the new answers are newer than those they replace.
             run = replace(run, after_us=newest_us(cursor, self.store) + 1)
         runner = Runner(self.config, self.store, run, output, settings.cancelled)
-        summary = resolve(
-            cursor, build, self.collector, self.store, self._in_flight, runner, settings
-        )
+        started = time.time()
+        summary, failure = None, None
+        try:
+            summary = resolve(
+                cursor, build, self.collector, self.store, self._in_flight, runner, settings
+            )
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            if settings.mode is Mode.GENERATE and (summary is not None or runner.jobs):
+                self._log(runner, output, started, summary, failure)
         if summary is not None:
             output.info(summary_line(run.name, summary))
         return summary
+
+    def _log(
+        self,
+        runner: Runner,
+        output: Output,
+        started: float,
+        summary: Summary | None,
+        failure: BaseException | None,
+    ) -> None:
+        row = run_row(runner.origin(), runner.jobs, summary, started, failure)
+        try:
+            self.run_log.append(row)
+        except StoreError as error:
+            # The answers are stored; a model does not fail for its log.
+            output.warn(f"llm: {row['node_id']}: {error}")

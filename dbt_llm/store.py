@@ -72,13 +72,13 @@ class Store(Protocol):
         """Forget the files that somebody removed; return how many."""
 
 
-def open_store(config: StoreConfig) -> Store:
-    """Return the store of a profile; nothing is read or written yet.
+def open_store(config: StoreConfig, table: str = "generations") -> Store:
+    """Return a table of a profile's store; nothing is read or written yet.
 
     Raises:
         ConfigError: no Delta table can lie there.
     """
-    folder = (Path(config.path).absolute() / "generations").resolve()
+    folder = (Path(config.path).absolute() / table).resolve()
     if config.format == "parquet":
         return ParquetStore(folder)
     if found := _NOT_IN_DELTA_PATHS.search(str(folder)):
