@@ -82,6 +82,37 @@ class Price(_Section):
     prompt: NonNegativeFloat = 0.0
     completion: NonNegativeFloat = 0.0
 
+    def of(self, prompt_tokens: float, completion_tokens: float) -> float:
+        """Return what tokens cost, in USD."""
+        return (prompt_tokens * self.prompt + completion_tokens * self.completion) / 1_000_000
+
+
+class Budget(_Section):
+    """The most that may be used; null: no limit."""
+
+    max_requests: NonNegativeInt | None = None
+    max_tokens: NonNegativeInt | None = Field(
+        default=None, description="Prompt and completion tokens together."
+    )
+    max_cost_usd: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+
+
+class RunBudget(Budget):
+    """That of a whole run, and what happens where one is too small."""
+
+    on_exceeded: Literal["error", "partial"] = Field(
+        default="error",
+        description="Refuse before the first request | ask up to the limit, the rest is NULL.",
+    )
+
+    def tightened(self, max_cost_usd: float | None) -> "RunBudget":
+        """Return the same budget with a cost that is at most this."""
+        if max_cost_usd is None:
+            return self
+        own = self.max_cost_usd
+        most = max_cost_usd if own is None else min(own, max_cost_usd)
+        return self.model_copy(update={"max_cost_usd": most})
+
 
 class _LLM(_Section):
     sampling: Sampling = Sampling()
@@ -89,6 +120,7 @@ class _LLM(_Section):
         default=None, description="The system prompt of calls that give none."
     )
     price: Price = Price()
+    budget: Budget = Budget()
     replicas: PositiveInt = 1
     on_long_prompt: Literal["error", "truncate"] = Field(
         default="error",
@@ -284,6 +316,11 @@ class Config(_Section):
     store: StoreConfig = StoreConfig()
     llms: dict[str, LLMConfig] = Field(min_length=1)
     ray: RayConfig = RayConfig()
+    budget: RunBudget = RunBudget()
+    limit: NonNegativeInt | None = Field(
+        default=None,
+        description="New answers per model, the rest is NULL; the dbt variable llm_limit wins.",
+    )
     max_error_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.05,
         description="A model fails when more than this share of its new answers failed.",

@@ -20,6 +20,7 @@ from dbt_llm.part_writer import PartWriter
 from dbt_llm.parts import Part, Provenance
 from dbt_llm.process_watch import ProcessId, call_when_gone
 from dbt_llm.schema import REQUESTS, Answer, answers_table
+from dbt_llm.tally import Tally, tally_of
 
 _ABANDON_S = 0.5
 
@@ -43,7 +44,7 @@ class EngineActor:
         self._abandoned: set[str] = set()
         self._writers: dict[tuple[str, str], PartWriter] = {}
         self._checks: dict[tuple[str, str], OutputCheck] = {}
-        self._answered: dict[str, int] = {}
+        self._tallies: dict[str, Tally] = {}
         self._waiting: dict[str, tuple[int, asyncio.Future[None]]] = {}
 
     async def start(self, secrets: dict[str, Any], driver: ProcessId) -> dict[str, Any]:
@@ -70,8 +71,8 @@ class EngineActor:
         call_hash: str,
         call: dict[str, Any],
         job: dict[str, Any],
-    ) -> int:
-        """Answer the requests of one unit into the buffer; return how many there were.
+    ) -> Tally:
+        """Answer the requests of one unit into the buffer; return what the run has in all.
 
         The unit is `length` rows of `block` (schema `REQUESTS`) from `offset` on; `call` is the
         call's content; `job` holds `folder`, where parts go, and `provenance`.
@@ -86,7 +87,7 @@ class EngineActor:
         def emit(answers: pa.Table) -> None:
             taken = ledger.take(answers)
             writer.add(check.apply(taken), requests)
-            self._count(provenance.run_id, taken.num_rows)
+            self._count(provenance.run_id, taken)
 
         try:
             await self._until_abandoned(provenance.run_id, engine.answer(requests, call, emit))
@@ -95,21 +96,21 @@ class EngineActor:
         if ledger.breach is not None:
             raise ledger.breach
         if missing:
-            silent = [_silent(prompt_hash) for prompt_hash in missing]
-            writer.add(answers_table(silent), requests)
-            self._count(provenance.run_id, len(silent))
-        return int(requests.num_rows)
+            silent = answers_table([_silent(prompt_hash) for prompt_hash in missing])
+            writer.add(silent, requests)
+            self._count(provenance.run_id, silent)
+        return self._tally(provenance.run_id)
 
-    async def answered(self, run_id: str, at_least: int) -> int:
-        """Return how many requests of a run are answered, once that are so many or it ends.
+    async def answered(self, run_id: str, at_least: int) -> Tally:
+        """Return what is answered of a run, once that are so many requests or it ends.
 
         A unit comes back with its slowest request; this tells earlier that there is room for more.
         """
-        if self._answered.get(run_id, 0) < at_least:
+        if self._tally(run_id).rows < at_least:
             enough = asyncio.get_running_loop().create_future()
             self._waiting[run_id] = (at_least, enough)
             await enough
-        return self._answered.get(run_id, 0)
+        return self._tally(run_id)
 
     async def flush(self, run_id: str) -> list[dict[str, Any]]:
         """Write what the run has in the buffer; return its parts since the last call.
@@ -149,11 +150,14 @@ class EngineActor:
             self._checks.pop(key, None)
         self._units.pop(run_id, None)
         self._wake(run_id)
-        self._answered.pop(run_id, None)
+        self._tallies.pop(run_id, None)
 
-    def _count(self, run_id: str, rows: int) -> None:
-        self._answered[run_id] = self._answered.get(run_id, 0) + rows
-        if run_id in self._waiting and self._answered[run_id] >= self._waiting[run_id][0]:
+    def _tally(self, run_id: str) -> Tally:
+        return self._tallies.get(run_id, Tally())
+
+    def _count(self, run_id: str, answers: pa.Table) -> None:
+        self._tallies[run_id] = tally = self._tally(run_id) + tally_of(answers)
+        if run_id in self._waiting and tally.rows >= self._waiting[run_id][0]:
             self._wake(run_id)
 
     def _wake(self, run_id: str) -> None:

@@ -6,6 +6,7 @@
     ├── SchemaChangeError    the query has other columns than its table, which dbt would refuse
     ├── UnresolvedError      a prompt has no stored answer where nothing may be asked
     ├── NotSettledError      the query asks for new prompts every time it is evaluated
+    ├── BudgetError          a budget is too small for what is to be asked
     ├── SpoolError           requests could not be written to dbt's target folder
     ├── StoreError           the generation store could not be read or written
     ├── EngineError          an engine did not start, or died and could not be restarted
@@ -39,6 +40,10 @@ class UnresolvedError(DbtLLMError):
 
 class NotSettledError(DbtLLMError):
     """Every evaluation of the query yields new prompts, for example through `random()`."""
+
+
+class BudgetError(DbtLLMError):
+    """A budget is too small for what is to be asked, or is used up."""
 
 
 class SpoolError(DbtLLMError):

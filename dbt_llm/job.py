@@ -16,6 +16,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from dbt_llm.budget import Meter
 from dbt_llm.errors import EngineError
 from dbt_llm.job_pass import Pass
 from dbt_llm.job_spec import JobResult, JobSpec
@@ -39,11 +40,13 @@ def run_job(
     cancelled: threading.Event,
     report: Callable[[JobResult], None],
     result: JobResult,
+    meter: Meter | None = None,
 ) -> None:
     """Run a job to its end; `report` hears of its progress about once a second.
 
     `secrets` go to the engine's memory and nowhere else; the spec, which is written down, has none.
-    What is done goes into `result`, also where the job fails later.
+    What is done goes into `result`, also where the job fails later. `meter` says how much may be
+    asked; what it has no room for is left out.
 
     Raises:
         EngineError: no engine starts, or engines keep dying.
@@ -62,7 +65,7 @@ def run_job(
     number = lone_deaths = 0
     while files:
         answered, deaths = result.answered, result.engine_deaths
-        one_pass = Pass(spec, store, pool, files, result, cancelled, report, unit_rows)
+        one_pass = Pass(spec, store, pool, files, result, cancelled, report, unit_rows, meter)
         with as_engine_error():
             one_pass.run()
         number += 1
@@ -75,6 +78,9 @@ def run_job(
         work_folder = Path(spec.work_folder) / f"pass-{number}"
         files = missing_requests(files, [part.path for part in result.parts], work_folder)
         rows = sum(file.rows for file in files)
+        if one_pass.budget_spent:
+            result.left_out = rows
+            break
         if rows and result.answered == answered and not died:
             raise EngineError(
                 f"{rows} requests got no answer and no error. "

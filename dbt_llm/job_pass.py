@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dbt_llm.arrange import largest_row_bytes
+from dbt_llm.budget import Meter
 from dbt_llm.errors import CancelledError, DbtLLMError, EndpointError, EngineError
 from dbt_llm.feeder import Feeder
 from dbt_llm.job_spec import JobResult, JobSpec
@@ -18,6 +19,7 @@ from dbt_llm.process_watch import this_process
 from dbt_llm.ray_session import first_line
 from dbt_llm.spool import RequestFile, mark_in_use
 from dbt_llm.store import Store
+from dbt_llm.tally import Tally
 from dbt_llm.units import Units
 
 UNIT_ROWS = (64, 4000)
@@ -54,6 +56,7 @@ class Pass:
         cancelled: threading.Event,
         report: Callable[[JobResult], None],
         unit_rows: int | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self._spec = spec
         self._store = store
@@ -73,6 +76,10 @@ class Pass:
         self._last_flush = time.monotonic()
         self._last_report = 0.0
         self._refusal: EndpointError | None = None
+        self._meter = meter
+        self._tallies: dict[Replica, Tally] = {}
+        self.budget_spent = False
+        """Whether requests are left over for want of budget."""
 
     def run(self) -> None:
         """Run the pass to its end; raises as `run_job` does, and what Ray raises."""
@@ -190,8 +197,10 @@ class Pass:
             self._feeder.add(replica, replica.concurrency)
         listening = {own.replica for own in self._pending.values() if own.kind == "answered"}
         for replica in ready:
-            while self._may_feed and (rows := self._feeder.rows_for(replica)):
+            while self._may_feed and (rows := self._affordable(self._feeder.rows_for(replica))):
                 unit = self._units.cut(rows)
+                if self._meter is not None:
+                    self._meter.give_back(rows - (unit.rows if unit is not None else 0))
                 if unit is None:
                     self._feeder.left = 0
                     break
@@ -209,7 +218,16 @@ class Pass:
 
     @property
     def _may_feed(self) -> bool:
-        return self._feeder.left > 0 and self._refusal is None
+        return self._feeder.left > 0 and self._refusal is None and not self.budget_spent
+
+    def _affordable(self, rows: int) -> int:
+        """Return how many of `rows` requests the budget has room for; they are then reserved."""
+        if self._meter is None or not rows:
+            return rows
+        granted = self._meter.take(rows)
+        # What is in flight may take less than is reserved for it, and leave room.
+        self.budget_spent = granted == 0 and not self._feeder.under_way
+        return granted
 
     def _settle(self, waiting: "_Waiting", reference: Any) -> None:
         import ray
@@ -243,14 +261,30 @@ class Pass:
         if kind == "start":
             replica.concurrency, replica.version = value["concurrency"], value["version"]
         elif kind == "answered":
-            self._feeder.answered(replica, value, time.monotonic())
+            self._note(replica, value)
         elif kind == "answer":
+            self._note(replica, value)
             self._feeder.returned(replica, waiting.rows, time.monotonic())
             self._pool.deaths = 0
             if self._careful:
                 self._collect_flush(replica)
         else:
             self._commit([Part(**part) for part in value])
+
+    def _note(self, replica: Replica, tally: Tally) -> None:
+        """Note what an engine has answered since the pass began."""
+        self._feeder.answered(replica, tally.rows, time.monotonic())
+        before = self._tallies.get(replica, Tally())
+        # Reports may overtake each other.
+        if self._meter is not None and tally.rows > before.rows:
+            self._tallies[replica] = tally
+            prompt_tokens = tally.prompt_tokens - before.prompt_tokens
+            completion_tokens = tally.completion_tokens - before.completion_tokens
+            self._meter.answered(
+                tally.rows - before.rows,
+                prompt_tokens + completion_tokens,
+                self._spec.provenance.cost_usd(prompt_tokens, completion_tokens),
+            )
 
     def _failure(self, replica: Replica, error: Any) -> DbtLLMError:
         cause = getattr(error, "cause", None)

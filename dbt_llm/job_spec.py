@@ -39,6 +39,8 @@ class JobResult:
     """What a job did so far."""
 
     asked: int = 0
+    left_out: int = 0
+    """Requests that were not sent, for want of budget."""
     engine_version: str | None = None
     """None until an engine has started."""
     parts: list[Part] = field(default_factory=list)

@@ -17,11 +17,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dbt_llm import sql
-from dbt_llm.call import Call
+from dbt_llm.call import Call, user_turn
 from dbt_llm.schema import GENERATIONS
 
 EXPECTED = "expected_tokens"
 """The temporary table (call_hash, size, tokens): a size of NULL stands for all other prompts."""
+_FITTED = "fitted_prompts"
+"""The temporary table (call_hash, per_byte, base, mean) of the tokens of prompts."""
+_BYTES_PER_TOKEN = 4
+# Of a chat template, beside the texts.
+_TEMPLATE_TOKENS = 12
 
 # Enough for a mean, and read in some hundredths of a second however large the store is.
 _NEWEST_FILES = 32
@@ -50,6 +55,10 @@ def expect_lengths(
     connection.execute(
         f"create or replace temp table {EXPECTED} (call_hash varchar, size integer, tokens double)"
     )
+    connection.execute(
+        f"create or replace temp table {_FITTED} "
+        "(call_hash varchar, per_byte double, base double, mean double)"
+    )
     wanted = {key for key, call in calls.items() if call.content["output"]["type"] != "embedding"}
     samples = _samples(history, wanted)
     if samples:
@@ -65,6 +74,25 @@ def expect_lengths(
     if others:
         connection.execute(f"insert into {EXPECTED} values {others}")
     return learned
+
+
+def prompt_tokens(connection: duckdb.DuckDBPyConnection, call: Call, mean_bytes: float) -> float:
+    """Return how many tokens a request of a call has on average, its texts and template included.
+
+    What the store has of the call is fitted by a line over the bytes of the prompt. Without any, a
+    token stands for four bytes.
+    """
+    found = connection.execute(
+        f"select per_byte, base, mean from {_FITTED} "
+        f"where call_hash = {sql.literal(call.call_hash)}"
+    ).fetchall()
+    if not found:
+        if call.content["output"]["type"] == "embedding":
+            return 1 + mean_bytes / _BYTES_PER_TOKEN
+        texts = (call.content.get("system") or "") + user_turn(call.content, "")
+        return _TEMPLATE_TOKENS + (len(texts.encode()) + mean_bytes) / _BYTES_PER_TOKEN
+    ((per_byte, base, mean),) = found
+    return float(mean if per_byte is None else max(1.0, base + per_byte * mean_bytes))
 
 
 def usual_tokens(call: Call) -> int:
@@ -128,13 +156,27 @@ def _look_at(file: str, wanted: set[str]) -> tuple[int, int, set[str]]:
 
 def _learn(connection: duckdb.DuckDBPyConnection, samples: list[_Sample]) -> None:
     parts = " union all ".join(
-        f"(select call_hash, {size_class('strlen(prompt)')} as size, completion_tokens "
+        "(select call_hash, strlen(prompt) as bytes, prompt_tokens, completion_tokens "
         f"from {sql.parquet([sample.file])} where call_hash = {sql.literal(sample.call_hash)} "
         f"and completion_tokens is not null limit {sample.rows:d})"
         for sample in samples
     )
+    connection.execute(f"create or replace temp table sampled as {parts}")
+    connection.execute(f"""
+        insert into {_FITTED}
+        select
+            call_hash,
+            if(isfinite(slope), slope, null) as per_byte, mean - mean_bytes * slope as base, mean
+        from (
+            select
+                call_hash, regr_slope(prompt_tokens, bytes) as slope, avg(prompt_tokens) as mean,
+                avg(bytes) filter (prompt_tokens is not null) as mean_bytes
+            from sampled group by call_hash
+        )
+        where mean is not null""")
     connection.execute(f"""
         insert into {EXPECTED}
-        select call_hash, size, avg(completion_tokens) as tokens from ({parts})
+        select call_hash, size, avg(completion_tokens) as tokens
+        from (select call_hash, {size_class("bytes")} as size, completion_tokens from sampled)
         group by grouping sets ((call_hash, size), (call_hash))
         having grouping(size) = 1 or (size is not null and count(*) >= {_LEAST_ROWS_OF_CLASS})""")

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from dbt_llm.parts import Part, Provenance
 from dbt_llm.schema import ANSWERS, GENERATIONS
+from dbt_llm.tally import tally_of
 
 _FLUSH_ROWS = 50_000
 _FLUSH_BYTES = 64 * 1024 * 1024
@@ -204,17 +205,17 @@ def _describe(path: Path, table: pa.Table) -> Part:
             hashes[code] = failed["prompt_hash"][row].as_py()
             examples[code] = failed["error"][row].as_py() or ""
         errors[code] = errors.get(code, 0) + 1
-    used = table.filter(table["completion_tokens"].is_valid())
+    tally = tally_of(table)
     extremes = pc.min_max(table["prompt_hash"]).as_py()
     return Part(
         path=str(path),
-        rows=table.num_rows,
+        rows=tally.rows,
         size=path.stat().st_size,
         call_hash=table["call_hash"][0].as_py(),
         min_hash=extremes["min"],
         max_hash=extremes["max"],
-        prompt_tokens=pc.sum(used["prompt_tokens"]).as_py() or 0,
-        completion_tokens=pc.sum(used["completion_tokens"]).as_py() or 0,
+        prompt_tokens=tally.prompt_tokens,
+        completion_tokens=tally.completion_tokens,
         cost_usd=pc.sum(table["cost_usd"]).as_py() or 0.0,
         errors=errors,
         example_hashes=hashes,

@@ -33,6 +33,12 @@ class Provenance:
     after_us: int = 0
     """No generation is dated earlier, in µs since 1970: the newest one of a key has to win."""
 
+    def cost_usd(self, prompt_tokens: float, completion_tokens: float) -> float:
+        """Return what tokens cost."""
+        return (
+            prompt_tokens * self.price_prompt + completion_tokens * self.price_completion
+        ) / 1_000_000
+
 
 @dataclass(frozen=True)
 class Part:

@@ -8,6 +8,7 @@ dbt-duckdb creates one `Plugin` per process and profile. The package's macros re
 - `record`: write the stored answers to a file.
 """
 
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -129,6 +130,7 @@ class Plugin(BasePlugin):  # type: ignore[misc]
             mode=_mode(request["mode"]),
             refresh=_is_true(request["refresh"]),
             limit=_limit(request["limit"]),
+            max_cost_usd=_max_cost(request["max_cost_usd"]),
         )
         request["statement"] = statement if summary is None else "select 1"
 
@@ -144,6 +146,7 @@ class Plugin(BasePlugin):  # type: ignore[misc]
                 mode=Mode.NULL if flags.EMPTY else _mode(mode),
                 refresh=_is_true(variables.get("llm_refresh", False)),
                 limit=_limit(variables.get("llm_limit")),
+                max_cost_usd=_max_cost(variables.get("llm_max_cost_usd")),
             )
         if summary is None:
             cursor.execute(build.statement)
@@ -157,16 +160,18 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         mode: Mode,
         refresh: bool,
         limit: int | None,
+        max_cost_usd: float | None,
     ) -> Summary | None:
-        run = self._new_run(node_id)
+        run = replace(self._new_run(node_id), max_cost_usd=max_cost_usd)
+        config = self._session.config
         cancelled = threading.Event()
         settings = Settings(
             run_id=run.run_id,
             spool_folder=run.spool_folder,
             mode=mode,
             refresh=refresh,
-            limit=limit,
-            max_error_ratio=self._session.config.max_error_ratio,
+            limit=config.limit if limit is None else limit,
+            max_error_ratio=config.max_error_ratio,
             cancelled=cancelled,
         )
         with _interrupt_sets(cursor, cancelled):
@@ -295,6 +300,20 @@ def _limit(value: Any) -> int | None:
     if not str(value).isdecimal():
         raise ConfigError(f"The dbt variable llm_limit is {value!r}; use a whole number.")
     return int(value)
+
+
+def _max_cost(value: Any) -> float | None:
+    if value is None:
+        return None
+    try:
+        cost = float(value)
+    except (TypeError, ValueError):
+        cost = math.nan
+    if not 0 <= cost < math.inf:
+        raise ConfigError(
+            f"The dbt variable llm_max_cost_usd is {value!r}; use a number of dollars."
+        )
+    return cost
 
 
 def _output() -> Output:

@@ -334,15 +334,18 @@ class _Loop:
             )
 
         run_id = self._settings.run_id
+        left_out = False
         prepared, waiting_for = self._in_flight.claim(run_id, prepare)
         try:
             if prepared.files:
                 self._asked += prepared.files
-                self._summary.jobs += self._run_jobs(prepared.files)
+                jobs = self._run_jobs(prepared.files)
+                self._summary.jobs += jobs
+                left_out = any(job.left_out for job in jobs)
         finally:
             self._in_flight.release(run_id)
         wait_for(waiting_for, self._settings.cancelled)
-        if limit is not None and prepared.rows >= limit:
+        if left_out or (limit is not None and prepared.rows >= limit):
             # The limit is used up: what is still missing in the next evaluation stays NULL.
             self._resolution.mode = Mode.NULL
         elif not prepared.files and not waiting_for:

@@ -194,7 +194,7 @@ def _counts(results: "list[JobResult]") -> dict[str, Any]:
         for code, rows in result.errors.items():
             errors[code] = errors.get(code, 0) + rows
     return {
-        "asked": sum(result.asked for result in results),
+        "asked": sum(result.asked - result.left_out for result in results),
         "generated": sum(result.answered - result.failed for result in results),
         "failed": sum(result.failed for result in results),
         "errors": json.dumps(errors, sort_keys=True),

@@ -10,8 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dbt_llm.budget import Account, Amount, Meter
 from dbt_llm.config import Config, LLMConfig, OpenAILLM
-from dbt_llm.errors import CancelledError
+from dbt_llm.errors import BudgetError, CancelledError
 from dbt_llm.files import file_name, write_private
 from dbt_llm.job_spec import JobResult, JobSpec
 from dbt_llm.parts import Provenance
@@ -39,6 +40,8 @@ class Run:
     dbt_version: str | None = None
     target: str | None = None
     """The name of dbt's target."""
+    max_cost_usd: float | None = None
+    """The dbt variable `llm_max_cost_usd`, for all models of the invocation."""
     after_us: int = 0
     """No generation is dated earlier, in µs since 1970."""
 
@@ -69,9 +72,16 @@ class Runner:
     """Runs the jobs of one build; an instance is the `run_jobs` of a resolve."""
 
     def __init__(
-        self, config: Config, store: "Store", run: Run, output: Output, cancelled: threading.Event
+        self,
+        config: Config,
+        store: "Store",
+        account: Account,
+        run: Run,
+        output: Output,
+        cancelled: threading.Event,
     ) -> None:
         self._config = config
+        self._account = account
         self._store = store
         self._run = run
         self._output = output
@@ -88,7 +98,33 @@ class Runner:
         by_llm: dict[str, list[RequestFile]] = {}
         for file in files:
             by_llm.setdefault(file.call.llm, []).append(file)
+        self._check_budget(by_llm)
         return [self._run_one(llm, own) for llm, own in sorted(by_llm.items())]
+
+    def _check_budget(self, by_llm: "dict[str, list[RequestFile]]") -> None:
+        """Refuse what is over the budget before the first request, where the profile says so."""
+        if self._config.budget.on_exceeded == "partial":
+            return
+        amounts = {llm: self._expected(llm, files) for llm, files in by_llm.items()}
+        limit = self._account.exceeded(amounts)
+        if limit is not None:
+            total = sum(amounts.values(), Amount())
+            raise BudgetError(
+                f"{self._run.name} would ask {total.requests:,.0f} requests, of about "
+                f"{total.tokens:,.0f} tokens and {total.cost_usd:,.4f} USD, and the budget is "
+                f"{limit} in this run. Nothing was asked for it. Raise the budget, set "
+                "budget.on_exceeded to partial to ask as much as it allows, or try the model "
+                "with llm_limit."
+            )
+
+    def _expected(self, llm: str, files: "list[RequestFile]") -> Amount:
+        price = self._config.llms[llm].price
+        total = Amount()
+        for file in files:
+            tokens = file.prompt_tokens + file.completion_tokens
+            cost = price.of(file.prompt_tokens, file.completion_tokens)
+            total += Amount(1, tokens, cost) * file.rows
+        return total
 
     def origin(self) -> dict[str, Any]:
         """Return whose run it is, as columns of the run log."""
@@ -119,17 +155,38 @@ class Runner:
         )
         result = JobResult(asked=spec.rows)
         self.jobs.append((spec.provenance, result))
+        meter = Meter(self._account, llm, self._expected(llm, files) * (1 / spec.rows))
         try:
-            run_job(spec, secrets, self._store, self._cancelled, progress, result)
+            if self._account.reached(llm) is None:
+                run_job(spec, secrets, self._store, self._cancelled, progress, result, meter)
+            else:
+                result.left_out = spec.rows
         except CancelledError as error:
             # dbt shows no errors of nodes that the user interrupted.
             self._output.warn(f"llm: {self._run.name}: {error}")
             raise
         finally:
             progress.close()
+            meter.close(result.tokens, result.cost_usd)
+        if result.left_out:
+            self._tell_left_out(llm, result)
         for line in failure_lines(self._run.name, result):
             self._output.warn(line)
         return result
+
+    def _tell_left_out(self, llm: str, result: JobResult) -> None:
+        words = (
+            f"{result.left_out:,} of {result.asked:,} prompts were not asked, because "
+            f"{self._account.reached(llm) or 'the budget is used up'} in this run"
+        )
+        if self._config.budget.on_exceeded == "error":
+            raise BudgetError(
+                f"{words}: the answers took more than was expected. What was answered is stored; "
+                "the next run asks for the rest."
+            )
+        self._output.warn(
+            f"llm: {self._run.name}: {words}; they are NULL, and the next run asks for them"
+        )
 
     def _spec(self, llm: str, files: "list[RequestFile]") -> JobSpec:
         entry = self._config.llms[llm]
@@ -164,7 +221,17 @@ class Runner:
 def engine_settings(entry: LLMConfig) -> dict[str, Any]:
     """Return what an engine is started with, as plain data without secrets."""
     # Sampling, system prompt and price belong to calls, so they do not make another engine.
-    apart = {"sampling", "system", "price", "replicas", "api_key", "headers", "query", "proxy"}
+    apart = {
+        "sampling",
+        "system",
+        "price",
+        "budget",
+        "replicas",
+        "api_key",
+        "headers",
+        "query",
+        "proxy",
+    }
     settings = entry.model_dump(mode="json", exclude=apart)
     if isinstance(entry, OpenAILLM):
         # The limits hold for all replicas together.

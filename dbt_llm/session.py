@@ -3,11 +3,13 @@
 The dbt plugin has one; `dbt_llm.resolve` in a notebook has one per config.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from dbt_llm.budget import Account
 from dbt_llm.collector import Collector, Mode
 from dbt_llm.config import Config
 from dbt_llm.errors import StoreError
@@ -34,6 +36,8 @@ class Session:
         self.collector = Collector(config.llms, outside)
         self.run_log = RunLog(config.store)
         self._in_flight = InFlight()
+        self._accounts: dict[str, Account] = {}
+        self._lock = threading.Lock()
 
     def prepare_database(self, connection: Any) -> None:
         """Register the Python functions on a DuckDB database."""
@@ -58,7 +62,8 @@ class Session:
         if settings.refresh:
             # Whatever the clock says now, the new answers are newer than those they replace.
             run = replace(run, after_us=newest_us(cursor, self.store) + 1)
-        runner = Runner(self.config, self.store, run, output, settings.cancelled)
+        account = self._account(run)
+        runner = Runner(self.config, self.store, account, run, output, settings.cancelled)
         started = time.time()
         summary, failure = None, None
         try:
@@ -74,6 +79,17 @@ class Session:
         if summary is not None:
             output.info(summary_line(run.name, summary))
         return summary
+
+    def _account(self, run: Run) -> Account:
+        """Return what the run of dbt, of which this is one model, has used of its budget."""
+        with self._lock:
+            known = self._accounts.get(run.invocation_id)
+            if known is None:
+                budgets = {name: entry.budget for name, entry in self.config.llms.items()}
+                known = Account(self.config.budget.tightened(run.max_cost_usd), budgets)
+                # No two invocations run at once in a process.
+                self._accounts = {run.invocation_id: known}
+            return known
 
     def _log(
         self,

@@ -8,7 +8,7 @@ import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import duckdb
@@ -20,6 +20,7 @@ from dbt_llm.arrange import write_in_order
 from dbt_llm.call import Call
 from dbt_llm.errors import SpoolError
 from dbt_llm.files import is_abandoned, private_folder
+from dbt_llm.lengths import prompt_tokens
 from dbt_llm.shares import FRESH, Share, share_out
 
 _RAW = pa.schema(
@@ -40,6 +41,10 @@ class RequestFile:
     path: str
     rows: int
     call: Call
+    prompt_tokens: float = 0.0
+    """The mean that is expected."""
+    completion_tokens: float = 0.0
+    """The mean that is expected."""
 
 
 class RawSpool:
@@ -160,8 +165,7 @@ def prepare_requests(
         files = []
         for number, share in enumerate(share_out(connection, calls, history)):
             path = folder / f"requests-{number}.parquet"
-            rows = _write_share(connection, raw, share, path)
-            files.append(RequestFile(path=str(path), rows=rows, call=share.call))
+            files.append(_write_share(connection, raw, share, path))
         raw.unlink()
         return Prepared(files, left_to_others)
 
@@ -202,7 +206,9 @@ def _union(files: list[RequestFile]) -> str:
     return sql.parquet([file.path for file in files])
 
 
-def _write_share(connection: duckdb.DuckDBPyConnection, raw: Path, share: Share, path: Path) -> int:
+def _write_share(
+    connection: duckdb.DuckDBPyConnection, raw: Path, share: Share, path: Path
+) -> RequestFile:
     connection.execute(f"""
         create or replace temp table chosen as
         select row, length, class, max(length) over (partition by class, beginning) as longest
@@ -214,7 +220,9 @@ def _write_share(connection: duckdb.DuckDBPyConnection, raw: Path, share: Share,
         from {_source(raw)} as raw inner join chosen on raw.file_row_number = chosen.row
         order by class desc, longest desc, left(prompt, {max(_PREFIX_LENGTH, length)})
         """).fetchnumpy()
-    return write_in_order(raw, order["row"], order["length"], path)
+    rows = write_in_order(raw, order["row"], order["length"], path)
+    tokens = prompt_tokens(connection, share.call, float(order["length"].mean()))
+    return RequestFile(str(path), rows, share.call, tokens, share.tokens)
 
 
 def missing_requests(
@@ -236,7 +244,7 @@ def missing_requests(
                 order by row""").fetchnumpy()
             rows = write_in_order(Path(file.path), found["row"], found["length"], path)
             if rows:
-                left.append(RequestFile(path=str(path), rows=rows, call=file.call))
+                left.append(replace(file, path=str(path), rows=rows))
         return left
 
 

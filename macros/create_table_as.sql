@@ -31,6 +31,7 @@
       'mode': 'null' if flags.EMPTY else ('cached' if model.resource_type == 'test' else var('llm_mode', 'generate')),
       'refresh': var('llm_refresh', false),
       'limit': var('llm_limit', none),
+      'max_cost_usd': var('llm_max_cost_usd', none),
     } -%}
     {%- do adapter.store_relation('dbt_llm', relation, [], '', 'resolve', request) -%}
     {%- set build_sql = request['statement'] -%}

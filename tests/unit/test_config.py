@@ -82,7 +82,8 @@ def test_all_problems_are_reported_together_with_key_and_value():
         "ray": {"address": "http://head:8265"},
         "max_error_ratio": 1.5,
         "commit_interval_s": 0,
-        "budget": {},
+        "budget": {"max_requests": -1, "on_exceeded": "stop"},
+        "budgets": {},
     }
     assert problems(raw) == [
         "store.path: is a URL; a store is a local folder in this version (got 's3://lake')",
@@ -101,9 +102,11 @@ def test_all_problems_are_reported_together_with_key_and_value():
         "llms.big.model: is missing",
         "ray.address: is a URL; give null, auto or HOST:PORT in this version "
         "(got 'http://head:8265')",
+        "budget.max_requests: input should be greater than or equal to 0 (got -1)",
+        "budget.on_exceeded: input should be 'error' or 'partial' (got 'stop')",
         "max_error_ratio: input should be less than or equal to 1 (got 1.5)",
         "commit_interval_s: input should be greater than 0 (got 0)",
-        "budget: no such key",
+        "budgets: no such key",
     ]
 
 

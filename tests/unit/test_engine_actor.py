@@ -67,13 +67,13 @@ def test_the_driver_hears_of_answers_before_the_unit_is_done(run):
         await some_turns()
         assert not heard.done()
         engine.turns.release()
-        assert await asyncio.wait_for(heard, 5) == 3
+        assert (await asyncio.wait_for(heard, 5)).rows == 3
         assert not unit.done()
-        assert await actor.answered(RUN, 2) == 3
+        assert (await actor.answered(RUN, 2)).rows == 3
         for _ in range(7):
             engine.turns.release()
-        assert await unit == 10
-        assert await actor.answered(RUN, 10) == 10
+        assert (await unit).rows == 10
+        assert (await actor.answered(RUN, 10)).rows == 10
 
     run(test)
 
@@ -98,6 +98,6 @@ def test_the_count_of_a_run_begins_anew_after_it_was_finished(run):
             engine.turns.release()
         await unit
         await actor.finish(RUN)
-        assert await actor.answered(RUN, 0) == 0
+        assert (await actor.answered(RUN, 0)).rows == 0
 
     run(test)

@@ -286,4 +286,6 @@ def test_no_spools_at_all_are_no_problem(tmp_path):
 
 def test_a_request_file_says_what_is_in_it(tmp_path):
     (file,) = prepared(tmp_path, batch(["a"])).files
-    assert file == RequestFile(path=file.path, rows=1, call=CALL)
+    sampling = CALL.content["sampling"]
+    # Without any history: a token for four bytes, beside the template's, and what may come.
+    assert file == RequestFile(file.path, 1, CALL, 12.25, sampling["max_tokens"])
