@@ -66,6 +66,12 @@ class SeenKeys:
             self._merge()
             return len(self._distinct)
 
+    def keys(self) -> pa.Table:
+        """Return them as a table with the column prompt_hash."""
+        with self._lock:
+            self._merge()
+            return pa.table({"prompt_hash": self._distinct})
+
     def _merge(self) -> None:
         keys = pa.chunked_array([self._distinct, *self._more], pa.string())
         self._distinct = keys.drop_null().unique()

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import duckdb
 from dbt.adapters.contracts.connection import AdapterResponse
@@ -82,6 +82,9 @@ def _count_in_responses() -> None:
 class Plugin(BasePlugin):  # type: ignore[misc]
     """See the module's text."""
 
+    newest: ClassVar["Plugin | None"] = None
+    """The one of the database that dbt opened last in this process."""
+
     def initialize(self, plugin_config: dict[str, Any]) -> None:
         """Check the config and make the collector and the store; nothing is read yet."""
         with _as_dbt_error():
@@ -89,8 +92,14 @@ class Plugin(BasePlugin):  # type: ignore[misc]
             settings = (self.creds.settings if self.creds else None) or {}
             config = load_config(plugin_config, ignore=settings)
             self._session = Session(config, _missing_outside)
+        Plugin.newest = self
         python_models.serve(self._resolve_python)
         _count_in_responses()
+
+    @property
+    def session(self) -> Session:
+        """The profile at work."""
+        return self._session
 
     def configure_connection(self, conn: Any) -> None:
         """Prepare a DuckDB database."""

@@ -143,7 +143,7 @@ def resolve(
         if not resolution.calls:
             return None
         _check_columns(cursor, build, resolution)
-        build = _ask_after_limit(cursor, build, resolution, settings.warn)
+        build = asked_after_limit(cursor, build, resolution, settings.warn)
         return _Loop(cursor, build, resolution, store, in_flight, run_jobs, settings).run()
 
 
@@ -192,7 +192,7 @@ def _check_columns(cursor: Any, build: Build, resolution: Resolution) -> None:
         )
 
 
-def _ask_after_limit(
+def asked_after_limit(
     cursor: Any, build: Build, resolution: Resolution, warn: Callable[[str], None]
 ) -> Build:
     """Let a query that cuts rows ask only for those that it keeps (see `limits.py`)."""

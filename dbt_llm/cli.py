@@ -1,0 +1,55 @@
+"""The command `dbt-llm`."""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from dbt_llm.errors import DbtLLMError
+from dbt_llm.version import __version__
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="dbt-llm", description="Look at what dbt models with LLM calls do."
+    )
+    parser.add_argument("--version", action="version", version=f"dbt-llm {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    plan = commands.add_parser(
+        "plan",
+        help="what a run would ask and cost; nothing is asked",
+        description="Print what dbt run would ask, for each model and call. All other options go "
+        "to dbt: --select, --exclude, --vars, --target, --project-dir and so on.",
+    )
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    options, of_dbt = parser.parse_known_args(arguments)
+    try:
+        return _plan(of_dbt, options.json)
+    except DbtLLMError as error:
+        print(f"dbt-llm: {error}", file=sys.stderr)
+        return 1
+
+
+def _plan(arguments: list[str], as_json: bool) -> int:
+    from dbt_llm.dbt_project import compiled_models, connected, dbt_variable
+    from dbt_llm.plan import describe, plan_models
+
+    models = compiled_models(arguments)
+    limit = dbt_variable("llm_limit")
+    with connected() as (session, cursor), tempfile.TemporaryDirectory() as folder:
+        if limit is None:
+            limit = session.config.limit
+        plans = plan_models(session, cursor, models, Path(folder), limit)
+    if as_json:
+        print(json.dumps([plan.as_dict() for plan in plans], indent=2))
+    elif plans:
+        print(describe(plans))
+    else:
+        print("None of the selected models calls an LLM.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
