@@ -242,7 +242,8 @@ class _Planner:
         runs = read_table(self._cursor, self._session.run_log.table, RUNS)
         return dict(
             self._cursor.execute(
-                "select job.llm, arg_max((job.generated + job.failed) / job.generating_s, started_at) "
+                "select job.llm, "
+                "arg_max((job.generated + job.failed) / job.generating_s, started_at) "
                 f"from (select unnest(jobs) as job, started_at from {runs}) "
                 "where job.generating_s > 0 and job.generated + job.failed > 0 group by job.llm"
             ).fetchall()

@@ -83,9 +83,9 @@ def test_every_module_says_its_job_in_its_first_line():
 @pytest.mark.parametrize(
     ("module", "users"),
     [
-        ("dbt", {"plugin"}),
+        ("dbt", {"dbt_project", "plugin"}),
         ("vllm", {"engine_vllm"}),
-        ("deltalake", {"store"}),
+        ("deltalake", {"run_log", "store"}),
         ("ray", {"job_pass", "pool", "ray_session", "units"}),
     ],
 )
