@@ -15,13 +15,15 @@ def load_delta_extension(connection: Any) -> bool:
     Without it the store is read through its file list, which gives the same rows.
     """
     candidates = ["delta", *map(str, _shipped(connection))]
-    for candidate in candidates:
-        name = candidate if candidate == "delta" else sql.literal(candidate)
-        try:
-            connection.execute(f"load {name}")
-            return True
-        except duckdb.Error:
-            continue
+    # On the connection itself a failure would abort the transaction that is under way.
+    with connection.cursor() as other:
+        for candidate in candidates:
+            name = candidate if candidate == "delta" else sql.literal(candidate)
+            try:
+                other.execute(f"load {name}")
+                return True
+            except duckdb.Error:
+                continue
     return False
 
 

@@ -61,21 +61,20 @@ def test_nothing_of_vllm_outlives_a_dbt_that_is_killed(project: Project) -> None
     )
     try:
         wait_until(lambda: committed(project) > 0, "the first answers", timeout_s=180)
-        names = processes_in(project.folder)
-        assert {"VLLM::EngineCor", "VLLM::Worker"} <= {name[:15] for name in names}
+        assert {"VLLM::EngineCor", "VLLM::Worker"} <= vllm_processes_in(project.folder)
     finally:
         process.kill()
         process.wait()
-    wait_until(lambda: not processes_in(project.folder), "all processes to end")
+    wait_until(lambda: not vllm_processes_in(project.folder), "vLLM's processes to end")
 
 
-def processes_in(folder: Path) -> set[str]:
-    """Return the names of all processes that work in a folder."""
+def vllm_processes_in(folder: Path) -> set[str]:
+    """Return the names of vLLM's processes that work in a folder, as the kernel cuts them."""
     names = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.cwd() == str(folder):
-                names.add(process.name())
+            if process.cwd() == str(folder) and process.name().startswith("VLLM"):
+                names.add(process.name()[:15])
     return names
 
 
