@@ -18,10 +18,10 @@ from typing import Any
 
 from dbt_llm.call import user_turn
 from dbt_llm.engine_vllm import (
-    _has_gpu,
     _sampling_parameters,
     _set_cpu_environment,
     engine_arguments,
+    has_gpu,
 )
 
 Requests = list[tuple[dict[str, Any], str]]
@@ -112,7 +112,7 @@ def ray_data(engine: dict[str, Any], requests: Requests) -> Callable[[], Taken]:
             ready.touch()
 
     stage.fn = Marked
-    if not _has_gpu():
+    if not has_gpu():
         stage.map_batches_kwargs["num_gpus"] = 0
     rows = [
         {"messages": _messages(call, prompt), "sampling_params": _plain_parameters(call)}
@@ -137,7 +137,7 @@ def _plain_parameters(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(engine: dict[str, Any]) -> dict[str, Any]:
-    arguments = engine_arguments(engine, on_cpu=not _has_gpu())
+    arguments = engine_arguments(engine, on_cpu=not has_gpu())
     # `LLM` does not know it, and Ray sets it.
     del arguments["enable_log_requests"]
     return arguments
@@ -153,7 +153,7 @@ def main() -> None:
     # What vLLM and Ray print goes to the log.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    if not _has_gpu():
+    if not has_gpu():
         _set_cpu_environment()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     given = json.loads(Path(path).read_text())

@@ -24,8 +24,17 @@ def main(arguments: list[str] | None = None) -> int:
         "to dbt: --select, --exclude, --vars, --target, --project-dir and so on.",
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
+    doctor = commands.add_parser(
+        "doctor",
+        help="whether all that a run needs is there, and what to do where it is not",
+        description="Check the project, the store, the LLMs and Ray. All other options go to dbt: "
+        "--target, --profiles-dir, --project-dir and so on.",
+    )
+    doctor.add_argument("--no-ray", action="store_true", help="do not start Ray to look at it")
     options, of_dbt = parser.parse_known_args(arguments)
     try:
+        if options.command == "doctor":
+            return _doctor(of_dbt, with_ray=not options.no_ray)
         return _plan(of_dbt, options.json)
     except DbtLLMError as error:
         print(f"dbt-llm: {error}", file=sys.stderr)
@@ -49,6 +58,19 @@ def _plan(arguments: list[str], as_json: bool) -> int:
     else:
         print("None of the selected models calls an LLM.")
     return 0
+
+
+def _doctor(arguments: list[str], with_ray: bool) -> int:
+    from dbt_llm.dbt_project import parsed_project
+    from dbt_llm.doctor import examine
+
+    config, project, target = parsed_project(arguments)
+    good = True
+    for finding in examine(config, project, target, with_ray):
+        print(finding.line(), flush=True)
+        good = good and finding.good
+    print("All is well." if good else "Something has to be done first.")
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

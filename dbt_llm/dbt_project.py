@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import yaml
 from dbt.adapters.factory import get_adapter_by_type
 from dbt.cli.main import dbtRunner
 from dbt.flags import get_flags
 
+from dbt_llm.config import Config, load_config
 from dbt_llm.errors import ConfigError
 from dbt_llm.plan import Model
 from dbt_llm.plugin import Plugin
@@ -47,6 +50,28 @@ def compiled_models(arguments: list[str]) -> list[Model]:
             )
         )
     return models
+
+
+def parsed_project(arguments: list[str]) -> tuple[Config, dict[str, Any], Path]:
+    """Parse the project; return the plugin's config, `dbt_project.yml` and the target folder.
+
+    Raises:
+        ConfigError: dbt cannot parse the project, or the profile is wrong.
+    """
+    outcome = dbtRunner().invoke(["--log-level", "none", "parse", *arguments])
+    if not outcome.success:
+        raise ConfigError(f"dbt cannot parse the project: {outcome.exception}")
+    runtime = get_adapter_by_type("duckdb").config
+    credentials = runtime.credentials
+    for plugin in credentials.plugins or []:
+        if plugin.module == "dbt_llm":
+            config = load_config(plugin.config or {}, ignore=credentials.settings or {})
+            project = yaml.safe_load((Path(runtime.project_root) / "dbt_project.yml").read_text())
+            return config, project, Path(runtime.project_target_path)
+    raise ConfigError(
+        f"The target {runtime.target_name} of the profile {runtime.profile_name} has no plugin "
+        "with the module dbt_llm; docs/configuration.md shows how to add it."
+    )
 
 
 def dbt_variable(name: str) -> Any:

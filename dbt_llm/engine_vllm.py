@@ -33,7 +33,7 @@ class VllmEngine:
         self._timeout_s: float = config["request_timeout_s"]
         self._pooling = config["engine_args"].get("runner") == "pooling"
         _check_model(config["model"])
-        on_cpu = not _has_gpu()
+        on_cpu = not has_gpu()
         if on_cpu:
             _set_cpu_environment()
         try:
@@ -194,7 +194,7 @@ def engine_arguments(config: dict[str, Any], on_cpu: bool) -> dict[str, Any]:
         "trust_remote_code": False,
         # Otherwise a small model may write spaces between two JSON tokens until max_tokens.
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
-        **(_cpu_arguments() if on_cpu else {}),
+        **(cpu_arguments() if on_cpu else {}),
         **config["engine_args"],
     }
 
@@ -246,7 +246,8 @@ def _sampling_parameters(call: dict[str, Any]) -> Any:
         raise CallError(f"vLLM refuses the sampling parameters of a call: {error}") from error
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
+    """Return whether vLLM would run on a GPU."""
     import torch
 
     return bool(torch.cuda.is_available())
@@ -267,19 +268,21 @@ def _set_cpu_environment() -> None:
     # free, which on a laptop costs a large part of the speed, and may refuse to start for want
     # of memory.
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(_kv_cache_gib()))
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib()))
     os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
     # A thread that waits for another one sleeps. By default it spins, and where other processes
     # want the same cores (dbt, Ray, a second engine), it keeps them from the thread it waits for.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _kv_cache_gib() -> int:
+def kv_cache_gib() -> int:
+    """Return how much memory vLLM's cache gets on a CPU."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(4, memory // _GIB // 10))
 
 
-def _cpu_arguments() -> dict[str, Any]:
+def cpu_arguments() -> dict[str, Any]:
+    """Return what vLLM is started with on a CPU, where the profile says nothing else."""
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     fast_bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
     return {
