@@ -14,17 +14,26 @@ def load_delta_extension(connection: Any) -> bool:
 
     Without it the store is read through its file list, which gives the same rows.
     """
-    candidates = ["delta", *map(str, _shipped(connection))]
     # On the connection itself a failure would abort the transaction that is under way.
     with connection.cursor() as other:
+        loaded, installed = other.execute(
+            "select loaded, installed from duckdb_extensions() where extension_name = 'delta'"
+        ).fetchall()[0]
+        if loaded:
+            return True
+        # DuckDB would try to download one that is not installed.
+        candidates = [*(["delta"] if installed else []), *map(_literal, _shipped(other))]
         for candidate in candidates:
-            name = candidate if candidate == "delta" else sql.literal(candidate)
             try:
-                other.execute(f"load {name}")
+                other.execute(f"load {candidate}")
                 return True
             except duckdb.Error:
                 continue
     return False
+
+
+def _literal(path: Path) -> str:
+    return sql.literal(str(path))
 
 
 def _shipped(connection: Any) -> list[Path]:
