@@ -31,8 +31,20 @@ def main(arguments: list[str] | None = None) -> int:
         "--target, --profiles-dir, --project-dir and so on.",
     )
     doctor.add_argument("--no-ray", action="store_true", help="do not start Ray to look at it")
+    init = commands.add_parser(
+        "init",
+        help="set a dbt project up: the dispatch block, the package, and a profile to paste",
+        description="Insert what dbt-llm needs into dbt_project.yml and packages.yml; nothing else "
+        "of them changes. Print a profile to paste into profiles.yml.",
+    )
+    init.add_argument("--project-dir", type=Path, default=Path(), help="default: this folder")
+    init.add_argument("--dry-run", action="store_true", help="only say what would be done")
     options, of_dbt = parser.parse_known_args(arguments)
     try:
+        if options.command == "init":
+            if of_dbt:
+                parser.error(f"unknown options: {' '.join(of_dbt)}")
+            return _init(options.project_dir, options.dry_run)
         if options.command == "doctor":
             return _doctor(of_dbt, with_ray=not options.no_ray)
         return _plan(of_dbt, options.json)
@@ -57,6 +69,24 @@ def _plan(arguments: list[str], as_json: bool) -> int:
         print(describe(plans))
     else:
         print("None of the selected models calls an LLM.")
+    return 0
+
+
+def _init(project: Path, dry_run: bool) -> int:
+    from dbt_llm.project_setup import set_up, write
+
+    own = Path(__file__).parent
+    # The wheel has the macros in a folder of its own; a checkout has them beside this one.
+    package = own / "include" if (own / "include").is_dir() else own.parent
+    changes, profile = set_up(project, package)
+    if not dry_run:
+        write(changes)
+    for change in changes:
+        print(f"{change.path}: {change.words}")
+    print(f"\nNext: run dbt deps, and put this into profiles.yml:\n\n{profile}")
+    print(
+        "Then `dbt-llm doctor` says whether all is there, and `dbt-llm plan` what a run would ask."
+    )
     return 0
 
 

@@ -1,0 +1,136 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dbt_llm.errors import ConfigError
+from dbt_llm.project_setup import set_up, write
+
+PACKAGE = Path("/opt/it's/dbt_llm/include")
+PLAIN = """\
+# My project; do not touch.
+name:   'shop'
+profile: shop_profile
+models:
+    shop:
+        +materialized: table   # all of them
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    def make(text=PLAIN, packages=None):
+        (tmp_path / "dbt_project.yml").write_text(text)
+        if packages is not None:
+            (tmp_path / "packages.yml").write_text(packages)
+        return tmp_path
+
+    return make
+
+
+def after(folder):
+    changes, profile = set_up(folder, Path("/opt/dbt_llm/include"))
+    write(changes)
+    return (
+        (folder / "dbt_project.yml").read_text(),
+        (folder / "packages.yml").read_text(),
+        profile,
+    )
+
+
+def removed(text, lines):
+    return "".join(line for line in text.splitlines(keepends=True) if line not in lines)
+
+
+def test_a_plain_project_gets_the_block_and_the_package(project):
+    text, packages, profile = after(project())
+    assert text.startswith(PLAIN)
+    assert yaml.safe_load(text)["dispatch"] == [
+        {"macro_namespace": "dbt", "search_order": ["shop", "dbt_llm", "dbt"]}
+    ]
+    assert yaml.safe_load(packages) == {"packages": [{"local": "/opt/dbt_llm/include"}]}
+    assert list(yaml.safe_load(profile)) == ["shop_profile"]
+
+
+def test_a_second_time_changes_nothing(project):
+    folder = project()
+    first = after(folder)
+    assert after(folder) == first
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "search_order: ['shop', 'dbt']  # mine first",
+        'search_order: [ "dbt" ]',
+        "search_order:\n      - shop  # mine\n      # then dbt\n      - dbt",
+        "search_order:\n    - shop\n    - dbt\n",
+    ],
+)
+def test_a_search_order_that_is_there_gets_one_item_more(project, order):
+    before = f"{PLAIN}dispatch:\n  - macro_namespace: other\n    search_order: [a]\n" + (
+        f"  - macro_namespace: dbt\n    {order}\nvars: {{a: 1}}\n"
+    )
+    text, _, _ = after(project(before))
+    expected = yaml.safe_load(before)
+    found = expected["dispatch"][1]["search_order"]
+    found.insert(found.index("dbt"), "dbt_llm")
+    assert yaml.safe_load(text) == expected
+    inserted = text.replace("'dbt_llm', ", "", 1)
+    if inserted == text:
+        inserted = removed(text, ["      - dbt_llm\n", "    - dbt_llm\n"])
+    assert inserted == before
+
+
+def test_a_dispatch_of_another_namespace_stays(project):
+    before = f"{PLAIN}dispatch:\n  - macro_namespace: other  # mine\n    search_order: [a]\n"
+    text, _, _ = after(project(before))
+    assert yaml.safe_load(text)["dispatch"] == [
+        {"macro_namespace": "dbt", "search_order": ["shop", "dbt_llm", "dbt"]},
+        {"macro_namespace": "other", "search_order": ["a"]},
+    ]
+    added = ["  - macro_namespace: dbt\n", "    search_order: ['shop', 'dbt_llm', 'dbt']\n"]
+    assert removed(text, added) == before
+
+
+@pytest.mark.parametrize(
+    "packages",
+    [
+        "packages:\n  - package: dbt-labs/dbt_utils  # for keys\n    version: 1.3.0\n",
+        "# all\npackages:\n- git: https://example.org/a.git\n  revision: x\n",
+    ],
+)
+def test_other_packages_stay(project, packages):
+    _, text, _ = after(project(packages=packages))
+    before, now = yaml.safe_load(packages)["packages"], yaml.safe_load(text)["packages"]
+    assert now == [{"local": "/opt/dbt_llm/include"}, *before]
+    assert removed(text, [f"{i}- local: '/opt/dbt_llm/include'\n" for i in ("", "  ")]) == packages
+
+
+def test_a_package_that_is_there_is_left(project):
+    packages = "packages:\n  - local: ../dbt-llm\n"
+    assert after(project(packages=packages))[1] == packages
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("profile: x\n", "has no name"),
+        ("name: [\n", "is no YAML"),
+        (
+            "name: x\ndispatch:\n  - {macro_namespace: dbt, search_order: [dbt, dbt_llm]}\n",
+            "by hand",
+        ),
+        ("name: x\ndispatch: [{macro_namespace: other, search_order: [x]}]\n", "by hand"),
+    ],
+)
+def test_what_cannot_be_done_is_said_and_nothing_written(project, text, words):
+    folder = project(text)
+    with pytest.raises(ConfigError, match=words):
+        set_up(folder, PACKAGE)
+    assert (folder / "dbt_project.yml").read_text() == text
+
+
+def test_a_folder_without_a_project_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="Run this in a dbt project"):
+        set_up(tmp_path, PACKAGE)
