@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from bench.figures import Figure
 from dbt_llm.call import Call, prompt_hash
-from dbt_llm.job_pass import UNIT_ROWS, UNITS_PER_REPLICA
+from dbt_llm.feeder import roomy_unit_rows
 from dbt_llm.schema import Answer
 from dbt_llm.spool import RawSpool, prepare_requests
 from tests.unit.generations import call_of, write_part
@@ -61,8 +61,7 @@ def tail(rows: int, runs: int) -> list[Figure]:
 def _pair(rows: int, replicas: int, seed: int, learned: bool) -> tuple[float, float]:
     """Return the makespan and what no schedule can beat."""
     order = _order(rows, seed, learned)
-    smallest, largest = UNIT_ROWS
-    unit_rows = max(smallest, min(largest, rows // (replicas * UNITS_PER_REPLICA)))
+    unit_rows = roomy_unit_rows(rows, replicas)
     ours = VirtualEngines(order, replicas, SLOTS, unit_rows, WAY_S).run()
     return ours, max(sum(order) / (replicas * SLOTS), *order)
 

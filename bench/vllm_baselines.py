@@ -16,13 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dbt_llm.call import user_turn
 from dbt_llm.engine_vllm import (
     _sampling_parameters,
     _set_cpu_environment,
     engine_arguments,
     has_gpu,
 )
+from dbt_llm.openai_request import chat_messages
 
 Requests = list[tuple[dict[str, Any], str]]
 """Calls and prompts, in the order in which they are asked."""
@@ -69,7 +69,7 @@ def chat(engine: dict[str, Any], requests: Requests) -> Callable[[], Taken]:
     # What Ray gives its workers; otherwise a busy machine would favour this one.
     os.nice(15)
     llm = LLM(**_arguments(engine))
-    conversations = [_messages(*request) for request in requests]
+    conversations = [chat_messages(*request) for request in requests]
     parameters = [_sampling_parameters(call) for call, _ in requests]
 
     def run() -> Taken:
@@ -115,7 +115,7 @@ def ray_data(engine: dict[str, Any], requests: Requests) -> Callable[[], Taken]:
     if not has_gpu():
         stage.map_batches_kwargs["num_gpus"] = 0
     rows = [
-        {"messages": _messages(call, prompt), "sampling_params": _plain_parameters(call)}
+        {"messages": chat_messages(call, prompt), "sampling_params": _plain_parameters(call)}
         for call, prompt in requests
     ]
 
@@ -141,11 +141,6 @@ def _arguments(engine: dict[str, Any]) -> dict[str, Any]:
     # `LLM` does not know it, and Ray sets it.
     del arguments["enable_log_requests"]
     return arguments
-
-
-def _messages(call: dict[str, Any], prompt: str) -> list[dict[str, str]]:
-    system = [{"role": "system", "content": call["system"]}] if call.get("system") else []
-    return [*system, {"role": "user", "content": user_turn(call, prompt)}]
 
 
 def main() -> None:

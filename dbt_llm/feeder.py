@@ -20,6 +20,15 @@ _RATE_OVER_S = 2.0
 # Each unit is a call that the engine actor has open, and it needs room for others.
 _MOST_UNITS = 800
 
+_UNIT_ROWS = (64, 4000)
+_UNITS_PER_ENGINE = 8
+
+
+def roomy_unit_rows(rows: int, engines: int) -> int:
+    """Return how large a unit may be: every engine gets several, and none is hardly worth it."""
+    smallest, largest = _UNIT_ROWS
+    return max(smallest, min(largest, rows // (engines * _UNITS_PER_ENGINE)))
+
 
 @dataclass
 class _Held:

@@ -11,7 +11,7 @@ from typing import Any
 from dbt_llm.arrange import largest_row_bytes
 from dbt_llm.budget import Meter
 from dbt_llm.errors import CancelledError, DbtLLMError, EndpointError, EngineError
-from dbt_llm.feeder import Feeder
+from dbt_llm.feeder import Feeder, roomy_unit_rows
 from dbt_llm.job_spec import JobResult, JobSpec
 from dbt_llm.parts import Part
 from dbt_llm.pool import Pool, Replica
@@ -22,9 +22,7 @@ from dbt_llm.store import Store
 from dbt_llm.tally import Tally
 from dbt_llm.units import Units
 
-UNIT_ROWS = (64, 4000)
 _UNIT_BYTES = 32 * 1024 * 1024
-UNITS_PER_REPLICA = 8
 _POLL_S = 0.2
 # Engines that start later than the first one keep their share of the requests for so long.
 _LATE_START_S = 2.0
@@ -147,8 +145,7 @@ class Pass:
 
     def _roomy_unit_rows(self) -> int:
         rows = sum(file.rows for file in self._files)
-        smallest, largest = UNIT_ROWS
-        roomy = max(smallest, min(largest, rows // (self._spec.replicas * UNITS_PER_REPLICA)))
+        roomy = roomy_unit_rows(rows, self._spec.replicas)
         # What an engine has in its hands at a time is bounded in bytes, too.
         largest_bytes = max(largest_row_bytes(file.path) for file in self._files)
         return min(roomy, max(1, _UNIT_BYTES // max(1, largest_bytes)))
