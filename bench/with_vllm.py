@@ -200,13 +200,20 @@ def watched() -> Iterator[Seen]:
     """Watch the one job of a dbt run in this process."""
     seen = Seen()
 
-    def watched_job(spec: JobSpec, *rest: Any) -> JobResult:
-        seen.spec = spec
+    def watched_job(
+        spec: JobSpec,
+        secrets: Any,
+        store: Any,
+        cancelled: Any,
+        report: Any,
+        result: JobResult,
+        meter: Any,
+    ) -> None:
+        seen.spec, seen.result = spec, result
         for file in spec.requests:
             prompts = pq.read_table(file.path)["prompt"].to_pylist()
             seen.requests += [(file.call.content, prompt) for prompt in prompts]
-        seen.result = run_job(spec, *rest)
-        return seen.result
+        run_job(spec, secrets, store, cancelled, report, result, meter)
 
     def timed_prepare(*arguments: Any, **options: Any) -> Prepared:
         started = time.perf_counter()

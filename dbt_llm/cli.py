@@ -1,106 +1,112 @@
-"""The command `dbt-llm`."""
+"""The command `dbt-llm`: its arguments, and how it ends."""
 
 import argparse
-import json
+import os
 import sys
-import tempfile
 from pathlib import Path
 
+from dbt_llm import commands
 from dbt_llm.errors import DbtLLMError
 from dbt_llm.version import __version__
+
+_PIPE_CLOSED = 141
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="dbt-llm", description="Look at what dbt models with LLM calls do."
-    )
-    parser.add_argument("--version", action="version", version=f"dbt-llm {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    plan = commands.add_parser(
-        "plan",
-        help="what a run would ask and cost; nothing is asked",
-        description="Print what dbt run would ask, for each model and call. All other options go "
-        "to dbt: --select, --exclude, --vars, --target, --project-dir and so on.",
-    )
-    plan.add_argument("--json", action="store_true", help="print JSON")
-    doctor = commands.add_parser(
-        "doctor",
-        help="whether all that a run needs is there, and what to do where it is not",
-        description="Check the project, the store, the LLMs and Ray. All other options go to dbt: "
-        "--target, --profiles-dir, --project-dir and so on.",
-    )
-    doctor.add_argument("--no-ray", action="store_true", help="do not start Ray to look at it")
-    init = commands.add_parser(
-        "init",
-        help="set a dbt project up: the dispatch block, the package, and a profile to paste",
-        description="Insert what dbt-llm needs into dbt_project.yml and packages.yml; nothing else "
-        "of them changes. Print a profile to paste into profiles.yml.",
-    )
-    init.add_argument("--project-dir", type=Path, default=Path(), help="default: this folder")
-    init.add_argument("--dry-run", action="store_true", help="only say what would be done")
-    options, of_dbt = parser.parse_known_args(arguments)
     try:
-        if options.command == "init":
-            if of_dbt:
-                parser.error(f"unknown options: {' '.join(of_dbt)}")
-            return _init(options.project_dir, options.dry_run)
-        if options.command == "doctor":
-            return _doctor(of_dbt, with_ray=not options.no_ray)
-        return _plan(of_dbt, options.json)
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
     except DbtLLMError as error:
         print(f"dbt-llm: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(commands.INTERRUPTED, file=sys.stderr)
+        return commands.INTERRUPTED_CODE
+    except BrokenPipeError:
+        # Python would try to write the rest when it ends, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
 
 
-def _plan(arguments: list[str], as_json: bool) -> int:
-    from dbt_llm.dbt_project import compiled_models, connected, dbt_variable
-    from dbt_llm.plan import describe, plan_models
-
-    models = compiled_models(arguments)
-    limit = dbt_variable("llm_limit")
-    with connected() as (session, cursor), tempfile.TemporaryDirectory() as folder:
-        if limit is None:
-            limit = session.config.limit
-        plans = plan_models(session, cursor, models, Path(folder), limit)
-    if as_json:
-        print(json.dumps([plan.as_dict() for plan in plans], indent=2))
-    elif plans:
-        print(describe(plans))
-    else:
-        print("None of the selected models calls an LLM.")
-    return 0
+def _run(arguments: list[str] | None) -> int:
+    parser = new_parser()
+    options, of_dbt = parser.parse_known_args(arguments)
+    match options.command:
+        case "init":
+            if of_dbt:
+                parser.error(f"init does not know {' '.join(of_dbt)}")
+            return commands.init(options.project_dir, options.dry_run)
+        case "doctor":
+            return commands.doctor(of_dbt, with_ray=not options.no_ray)
+        case "plan":
+            return commands.plan(of_dbt, options.json)
+        case _:
+            return commands.report(of_dbt, options.runs, options.json)
 
 
-def _init(project: Path, dry_run: bool) -> int:
-    from dbt_llm.project_setup import set_up, write
-
-    own = Path(__file__).parent
-    # The wheel has the macros in a folder of its own; a checkout has them beside this one.
-    package = own / "include" if (own / "include").is_dir() else own.parent
-    changes, profile = set_up(project, package)
-    if not dry_run:
-        write(changes)
-    for change in changes:
-        print(f"{change.path}: {change.words}")
-    print(f"\nNext: run dbt deps, and put this into profiles.yml:\n\n{profile}")
-    print(
-        "Then `dbt-llm doctor` says whether all is there, and `dbt-llm plan` what a run would ask."
+def new_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands, in the order in which people need them."""
+    parser = argparse.ArgumentParser(
+        prog="dbt-llm",
+        description="Set up, check, plan and review dbt models that call LLMs. "
+        "None of these commands asks an LLM.",
+        allow_abbrev=False,
     )
-    return 0
+    parser.add_argument("--version", action="version", version=f"dbt-llm {__version__}")
+    all_of_them = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, words: str, description: str) -> argparse.ArgumentParser:
+        return all_of_them.add_parser(name, help=words, description=description, allow_abbrev=False)
+
+    init = command(
+        "init",
+        "set a dbt project up: the dispatch block, the package, a profile to paste",
+        "Insert what dbt-llm needs into dbt_project.yml and packages.yml; nothing else of them "
+        "changes. Print a profile to paste into profiles.yml.",
+    )
+    init.add_argument(
+        "--project-dir", type=Path, default=Path(), metavar="FOLDER", help="default: this folder"
+    )
+    init.add_argument("--dry-run", action="store_true", help="only say what would be done")
+
+    doctor = command(
+        "doctor",
+        "whether all that a run needs is there, and what to do where it is not",
+        "Look at the project, the profile, the store, each LLM and Ray. The exit code is 1 where "
+        "something has to be done. All other options go to dbt parse: --target, --profiles-dir, "
+        "--project-dir and so on.",
+    )
+    doctor.add_argument(
+        "--no-ray", action="store_true", help="do not start or join Ray, which takes some seconds"
+    )
+
+    plan = command(
+        "plan",
+        "what a run would ask and cost",
+        "Print what dbt run would ask, for each model and call. All other options go to dbt "
+        "compile: --select, --exclude, --vars, --target, --project-dir and so on.",
+    )
+    plan.add_argument("--json", action="store_true", help="print JSON")
+
+    report = command(
+        "report",
+        "what past runs asked and cost",
+        "Print the last runs of dbt and all models, from the run log and the store. All other "
+        "options go to dbt parse: --target, --profiles-dir, --project-dir and so on.",
+    )
+    report.add_argument(
+        "--runs", type=_count, default=10, metavar="N", help="how many runs are listed; default: 10"
+    )
+    report.add_argument("--json", action="store_true", help="print JSON")
+    return parser
 
 
-def _doctor(arguments: list[str], with_ray: bool) -> int:
-    from dbt_llm.dbt_project import parsed_project
-    from dbt_llm.doctor import examine
-
-    config, project, target = parsed_project(arguments)
-    good = True
-    for finding in examine(config, project, target, with_ray):
-        print(finding.line(), flush=True)
-        good = good and finding.good
-    print("All is well." if good else "Something has to be done first.")
-    return 0 if good else 1
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of runs; give 1 or more")
+    return int(text)
 
 
 if __name__ == "__main__":

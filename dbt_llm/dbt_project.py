@@ -1,12 +1,13 @@
 """Runs dbt from the command line tool, and uses its connection afterwards."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from dbt.adapters.factory import get_adapter_by_type
+from dbt.cli.exceptions import DbtUsageException
 from dbt.cli.main import dbtRunner
 from dbt.flags import get_flags
 
@@ -26,7 +27,7 @@ def compiled_models(arguments: list[str]) -> list[Model]:
         ConfigError: dbt could not compile the project.
     """
     # It would print the code of a single model even with --quiet.
-    outcome = dbtRunner().invoke(["--log-level", "none", "compile", *arguments])
+    outcome = _invoke(["compile", *arguments])
     if not outcome.success:
         results = getattr(outcome.result, "results", None) or []
         problems = [result.message for result in results if result.message]
@@ -35,7 +36,7 @@ def compiled_models(arguments: list[str]) -> list[Model]:
     models = []
     for result in outcome.result.results:
         node = result.node
-        if node.resource_type not in {"model", "snapshot"}:
+        if node.resource_type not in {"model", "snapshot"} and not _is_judge(node):
             continue
         if node.config.materialized in _NEVER_ASKS:
             continue
@@ -52,26 +53,94 @@ def compiled_models(arguments: list[str]) -> list[Model]:
     return models
 
 
-def parsed_project(arguments: list[str]) -> tuple[Config, dict[str, Any], Path]:
-    """Parse the project; return the plugin's config, `dbt_project.yml` and the target folder.
+def _is_judge(node: Any) -> bool:
+    """Tell whether a node is the one kind of test that asks, as the macro `_asks` does."""
+    test = getattr(node, "test_metadata", None)
+    return test is not None and (test.namespace, test.name) == ("dbt_llm", "llm_judge")
+
+
+class UnknownOptionError(ConfigError):
+    """An option is one neither of dbt-llm nor of dbt."""
+
+
+@dataclass(frozen=True)
+class Project:
+    """What dbt knows of a project and of the profile's target that it uses."""
+
+    name: str
+    root: Path
+    target_folder: Path
+    packages_folder: Path
+    profile: str
+    target: str
+    plugin: Mapping[str, Any] | None
+    """The config of the plugin dbt_llm as it stands in the target; None where there is none."""
+    settings: Mapping[str, Any]
+
+    def config(self) -> Config:
+        """Return the plugin's config, checked.
+
+        Raises:
+            ConfigError: the target has no such plugin, or its config is wrong.
+        """
+        if self.plugin is None:
+            raise ConfigError(
+                f"The target {self.target} of the profile {self.profile} has no plugin with the "
+                "module dbt_llm and no alias; docs/configuration.md shows how to add it."
+            )
+        return load_config(self.plugin, ignore=self.settings)
+
+
+def parsed_project(arguments: list[str]) -> Project:
+    """Parse the project; nothing is compiled and no database opened.
 
     Raises:
-        ConfigError: dbt cannot parse the project, or the profile is wrong.
+        ConfigError: dbt cannot parse the project.
     """
-    outcome = dbtRunner().invoke(["--log-level", "none", "parse", *arguments])
+    outcome = _invoke(["parse", *arguments])
     if not outcome.success:
         raise ConfigError(f"dbt cannot parse the project: {outcome.exception}")
-    runtime = get_adapter_by_type("duckdb").config
+    try:
+        runtime = get_adapter_by_type("duckdb").config
+    except KeyError:
+        raise ConfigError(
+            "The profile's target is of another type than duckdb, and dbt-llm works with DuckDB "
+            "alone; choose another with --target, or change type in profiles.yml."
+        ) from None
     credentials = runtime.credentials
-    for plugin in credentials.plugins or []:
-        if plugin.module == "dbt_llm":
-            config = load_config(plugin.config or {}, ignore=credentials.settings or {})
-            project = yaml.safe_load((Path(runtime.project_root) / "dbt_project.yml").read_text())
-            return config, project, Path(runtime.project_target_path)
-    raise ConfigError(
-        f"The target {runtime.target_name} of the profile {runtime.profile_name} has no plugin "
-        "with the module dbt_llm; docs/configuration.md shows how to add it."
+    own = [
+        plugin
+        for plugin in credentials.plugins or []
+        if plugin.module == "dbt_llm" and plugin.alias in {None, "dbt_llm"}
+    ]
+    root = Path(runtime.project_root)
+    return Project(
+        name=runtime.project_name,
+        root=root,
+        target_folder=Path(runtime.project_target_path),
+        packages_folder=root / runtime.packages_install_path,
+        profile=runtime.profile_name,
+        target=runtime.target_name,
+        plugin=(own[0].config or {}) if own else None,
+        settings=credentials.settings or {},
     )
+
+
+def _invoke(arguments: list[str]) -> Any:
+    """Run dbt in silence.
+
+    Raises:
+        UnknownOptionError: dbt does not know an option.
+    """
+    outcome = dbtRunner().invoke(["--log-level", "none", *arguments])
+    if isinstance(outcome.exception, KeyboardInterrupt):
+        raise outcome.exception
+    if isinstance(outcome.exception, DbtUsageException):
+        raise UnknownOptionError(
+            f"{str(outcome.exception).rstrip('.')}. Options that dbt-llm does not know go to dbt "
+            f"{arguments[0]}, which does not take this one either."
+        )
+    return outcome
 
 
 def dbt_variable(name: str) -> Any:

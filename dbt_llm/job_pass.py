@@ -76,6 +76,9 @@ class Pass:
         self._refusal: EndpointError | None = None
         self._meter = meter
         self._tallies: dict[Replica, Tally] = {}
+        # What a lost engine had told of is asked again.
+        result.told = Tally()
+        self._before = result.heard
         self.budget_spent = False
         """Whether requests are left over for want of budget."""
 
@@ -273,8 +276,11 @@ class Pass:
         self._feeder.answered(replica, tally.rows, time.monotonic())
         before = self._tallies.get(replica, Tally())
         # Reports may overtake each other.
-        if self._meter is not None and tally.rows > before.rows:
-            self._tallies[replica] = tally
+        if tally.rows <= before.rows:
+            return
+        self._tallies[replica] = tally
+        self._result.told = sum(self._tallies.values(), self._before)
+        if self._meter is not None:
             prompt_tokens = tally.prompt_tokens - before.prompt_tokens
             completion_tokens = tally.completion_tokens - before.completion_tokens
             self._meter.answered(

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dbt_llm.parts import Part, Provenance
+from dbt_llm.tally import Tally
 
 if TYPE_CHECKING:
     from dbt_llm.spool import RequestFile
@@ -52,6 +53,14 @@ class JobResult:
     """All the rest, commits included."""
     committing_s: float = 0.0
     engine_deaths: int = 0
+    told: Tally = field(default_factory=Tally)
+    """What the engines say that they answered, written or not."""
+
+    @property
+    def heard(self) -> Tally:
+        """What is answered, as far as it is known here."""
+        written = Tally(self.answered, self.prompt_tokens, self.completion_tokens)
+        return written if written.rows >= self.told.rows else self.told
 
     @property
     def answered(self) -> int:

@@ -5,7 +5,7 @@ collector then holds is what the run would ask.
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,12 @@ from dbt_llm.collector import Mode, Resolution
 from dbt_llm.errors import DbtLLMError
 from dbt_llm.lookup import lasting, read_table, show_answers
 from dbt_llm.resolve_loop import Build, asked_after_limit, plan_query
+from dbt_llm.runner import node_name
 from dbt_llm.schema import GENERATIONS, RUNS
 from dbt_llm.session import Session
 from dbt_llm.spool import RequestFile, prepare_requests
+from dbt_llm.text_table import text_table
+from dbt_llm.token_count import TokenCounter, token_counter
 
 _TABLE = "dbt_llm_planned"
 _FAR_LONGER = 20
@@ -42,7 +45,7 @@ class Model:
     @property
     def name(self) -> str:
         """Its name without the project."""
-        return self.node_id.split(".")[-1]
+        return node_name(self.node_id)
 
 
 @dataclass
@@ -107,6 +110,7 @@ class _Planner:
         self._changing: set[str] = set()
         self._generations = read_table(cursor, session.store, GENERATIONS)
         self._rates = self._last_rates()
+        self._counters: dict[str, TokenCounter | None] = {}
 
     def plan(self, model: Model) -> ModelPlan | None:
         plan = ModelPlan(model.node_id)
@@ -129,7 +133,7 @@ class _Planner:
             return None
         for node_id in sorted(self._changing.intersection(model.upstream)):
             plan.warnings.append(
-                f"it reads {node_id.split('.')[-1]}, whose answers the run asks first; what these "
+                f"it reads {node_name(node_id)}, whose answers the run asks first; what these "
                 "make of its prompts is not known"
             )
         if plan.to_ask:
@@ -170,6 +174,7 @@ class _Planner:
                     limit=self._limit,
                     history=snapshot.files,
                 ).files
+            files = [self._counted(file, plan) for file in files]
             plan.calls = self._calls(resolution, files)
             self._asked += files
             self._warn(model, plan, files)
@@ -194,6 +199,24 @@ class _Planner:
             plan.seconds = plan.to_ask / rate if rate else None
         return list(plans.values())
 
+    def _counted(self, file: RequestFile, plan: ModelPlan) -> RequestFile:
+        """Count the prompt tokens of a file with the LLM's own tokenizer, where it is at hand."""
+        llm = file.call.llm
+        if llm not in self._counters:
+            self._counters[llm] = token_counter(self._session.config.llms[llm])
+        counter = self._counters[llm]
+        if counter is None:
+            return file
+        cut = self._session.config.llms[llm].on_long_prompt == "truncate"
+        counted = counter.count_file(self._cursor, file, cut)
+        if counted.too_long and not cut:
+            plan.warnings.append(
+                f"{'' if counted.exact else 'about '}{counted.too_long:,} of its prompts do not "
+                f"fit into the {counter.most:,} tokens of {llm} (the longest has "
+                f"{counted.longest:,}), and fail with context_length"
+            )
+        return replace(file, prompt_tokens=counted.mean)
+
     def _stored(self, resolution: Resolution) -> list[tuple[str, Call, int]]:
         """Count, for each call, the distinct prompts of the query that have an answer."""
         keys = resolution.seen.keys()
@@ -215,6 +238,11 @@ class _Planner:
 
     def _warn(self, model: Model, plan: ModelPlan, files: list[RequestFile]) -> None:
         for call in plan.calls:
+            if plan.to_ask and not call.stored and not call.to_ask:
+                plan.warnings.append(
+                    f"a call of {call.llm} ({call.kind}) has no prompts yet; where they depend on "
+                    "the answers to another call, the run asks for them later, beyond this plan"
+                )
             if call.stored or not call.to_ask:
                 continue
             before = sql.scalar(
@@ -253,9 +281,9 @@ class _Planner:
 def describe(plans: list[ModelPlan]) -> str:
     """Return the plans as people read them."""
     head = ("model", "call", "rows", "stored", "to ask", "tokens", "USD", "time")
-    lines = [head]
+    lines: list[tuple[str, ...]] = []
     for plan in plans:
-        name = plan.node_id.split(".")[-1]
+        name = node_name(plan.node_id)
         rows = "?" if plan.rows is None else f"{plan.rows:,}"
         for call in plan.calls:
             tokens = call.prompt_tokens + call.completion_tokens
@@ -278,22 +306,14 @@ def describe(plans: list[ModelPlan]) -> str:
     cost = sum(call.cost_usd for call in total)
     asked = sum(call.to_ask for call in total)
     lines.append(("total", "", "", "", f"{asked:,}", f"~{tokens:,.0f}", f"~{cost:,.4f}", ""))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    text = [
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
-    text.insert(1, "-" * max(map(len, text)))
+    text = text_table(head, lines, left={"model", "call"})
     notes = []
     for plan in plans:
-        name = plan.node_id.split(".")[-1]
+        name = node_name(plan.node_id)
         notes += [f"{name}: {warning}" for warning in plan.warnings]
         if plan.unknown is not None:
             notes.append(f"{name}: not known, {plan.unknown}")
-    return "\n".join([*text, *(["", *notes] if notes else [])])
+    return "\n".join([text, *(["", *notes] if notes else [])])
 
 
 def _duration(seconds: float | None) -> str:

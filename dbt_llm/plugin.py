@@ -8,6 +8,7 @@ dbt-duckdb creates one `Plugin` per process and profile. The package's macros re
 - `record`: write the stored answers to a file.
 """
 
+import logging
 import math
 import sys
 import threading
@@ -27,6 +28,7 @@ from dbt.events.types import JinjaLogInfo, JinjaLogWarning
 from dbt.flags import get_flags
 from dbt.version import __version__ as dbt_version
 from dbt_common.events.base_types import EventLevel
+from dbt_common.events.event_manager_client import get_event_manager
 from dbt_common.events.functions import fire_event
 from dbt_common.exceptions import DbtRuntimeError
 from dbt_common.invocation import get_invocation_id
@@ -42,6 +44,7 @@ from dbt_llm.run_log import all_runs
 from dbt_llm.runner import Output, Run, new_run
 from dbt_llm.schema import GENERATIONS, RUNS
 from dbt_llm.session import Session
+from dbt_llm.status_lines import StatusLines, is_watched
 from dbt_llm.version import __version__
 
 _DISPATCH_BLOCK = """\
@@ -237,8 +240,8 @@ def _missing_outside(rows: int) -> None:
     block = _DISPATCH_BLOCK.format(project="my_project")
     raise UnresolvedError(
         f"An LLM function met {rows:,} prompt(s) without a stored answer where none can be asked.\n"
-        "In a model, this means that dbt_project.yml lacks the block that lets dbt-llm build "
-        f"tables; add it, with your project's name:\n\n{block}\n\n"
+        "In a model, or in the test llm_judge, this means that dbt_project.yml lacks the block "
+        f"that lets dbt-llm build tables; add it, with your project's name:\n\n{block}\n\n"
         "In a data test, a hook or a query of a macro, run the model that asks these prompts "
         "first. In a unit test, or in a Python model, LLM functions only find what is stored."
     )
@@ -327,10 +330,24 @@ def _max_cost(value: Any) -> float | None:
 
 def _output() -> Output:
     flags = get_flags()
-    text = flags.LOG_FORMAT not in {"json"} and flags.LOG_LEVEL not in {"none"}
-    terminal = bool(text and not flags.QUIET and sys.stderr.isatty())
-    # With --empty no model says that it asked nothing.
-    return Output(info=_silent if flags.EMPTY else _info, warn=_warn, terminal=terminal)
+    # With --empty, which dbt test does not know, no model says that it asked nothing.
+    info = _silent if getattr(flags, "EMPTY", False) else _info
+    return Output(info, _warn, _status_lines if _watched() else None)
+
+
+def _log_handlers() -> list[logging.Handler]:
+    loggers = [getattr(one, "_python_logger", None) for one in get_event_manager().loggers]
+    return [handler for logger in loggers if logger is not None for handler in logger.handlers]
+
+
+_status_lines = StatusLines(_log_handlers)
+
+
+def _watched() -> bool:
+    """Tell whether a person sees what is printed as it comes."""
+    flags = get_flags()
+    quiet = flags.QUIET or flags.LOG_FORMAT == "json" or flags.LOG_LEVEL == "none"
+    return not quiet and is_watched(sys.stderr)
 
 
 def _silent(text: str) -> None:

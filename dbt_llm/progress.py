@@ -1,26 +1,24 @@
 """What people read while a job runs, and the line that says what a model did."""
 
-import sys
-import threading
 import time
 from collections.abc import Callable
 
 from dbt_llm.job_spec import JobResult
 from dbt_llm.resolve_loop import Summary
+from dbt_llm.status_lines import StatusLines
 
 _LOG_AFTER_S = (15.0, 45.0)
 _LOG_EVERY_S = 60.0
 # The longest prompts come first, so an early rate is no ground for a forecast.
 _FORECAST_AFTER_SHARE = 0.25
-_BAR_WIDTH = 20
-# dbt's own lines overwrite the status line; longer than this, its end would stay visible.
-_STATUS_WIDTH = 78
 
 
 class Progress:
-    """Shows one job: a status line on a terminal, a plain line now and then in a log."""
+    """Shows one job: a line that moves on a terminal, a plain line now and then in a log."""
 
-    def __init__(self, name: str, log: Callable[[str], None], terminal: bool) -> None:
+    def __init__(
+        self, name: str, log: Callable[[str], None], terminal: StatusLines | None = None
+    ) -> None:
         self._name = name
         self._log = log
         self._terminal = terminal
@@ -29,47 +27,21 @@ class Progress:
 
     def __call__(self, result: JobResult) -> None:
         """Show the state of the job."""
-        if self._terminal:
-            _status.show(self._name, _bar(self._name, result))
+        if self._terminal is not None:
+            self._terminal.show(self._name, _words(result), result.heard.rows, result.asked)
         elif time.monotonic() - self._started >= self._next_line_s():
             self._lines += 1
             self._log(f"llm: {self._name}: {_words(result)}")
 
     def close(self) -> None:
-        """Take the status line away."""
-        if self._terminal:
-            _status.remove(self._name)
+        """Take the line away."""
+        if self._terminal is not None:
+            self._terminal.remove(self._name)
 
     def _next_line_s(self) -> float:
         if self._lines < len(_LOG_AFTER_S):
             return _LOG_AFTER_S[self._lines]
         return _LOG_AFTER_S[-1] + _LOG_EVERY_S * (self._lines - len(_LOG_AFTER_S) + 1)
-
-
-class _StatusLine:
-    """One line at the bottom of a terminal, shared by the models that are built at a time."""
-
-    def __init__(self) -> None:
-        self._lines: dict[str, str] = {}
-        self._lock = threading.Lock()
-
-    def show(self, name: str, text: str) -> None:
-        with self._lock:
-            self._lines[name] = text
-            # With several models the one that moved last is shown, and how many more there are.
-            more = f" (+{len(self._lines) - 1})" if len(self._lines) > 1 else ""
-            text = (text[: _STATUS_WIDTH - len(more)] + more).ljust(_STATUS_WIDTH)
-            sys.stderr.write(f"\r{text}\r")
-            sys.stderr.flush()
-
-    def remove(self, name: str) -> None:
-        with self._lock:
-            self._lines.pop(name, None)
-            sys.stderr.write("\r" + " " * _STATUS_WIDTH + "\r")
-            sys.stderr.flush()
-
-
-_status = _StatusLine()
 
 
 def summary_line(name: str, summary: Summary) -> str:
@@ -112,25 +84,24 @@ def failure_lines(name: str, job: JobResult) -> list[str]:
     return lines
 
 
-def _bar(name: str, result: JobResult) -> str:
-    done = result.answered / max(1, result.asked)
-    filled = int(done * _BAR_WIDTH)
-    bar = "█" * filled + "░" * (_BAR_WIDTH - filled)
-    return f"{name[:16]:<16} {bar} {_words(result)}"
-
-
 def _words(result: JobResult) -> str:
     if result.generating_since is None:
         return f"starting the engine, {result.asked:,} to ask"
-    elapsed_s = time.monotonic() - result.generating_since
-    words = f"{result.answered:,}/{result.asked:,}"
+    elapsed_s = max(time.monotonic() - result.generating_since, 0.001)
+    heard = result.heard
+    parts = [f"{heard.rows:,}/{result.asked:,}"]
     if result.failed:
-        words += f", {result.failed:,} failed"
-    if result.answered >= _FORECAST_AFTER_SHARE * result.asked:
-        rate = result.answered / max(elapsed_s, 0.001)
-        left_s = (result.asked - result.answered) / rate
-        words += f", {_rate(rate)} rows/s, {_duration(left_s)} left"
-    return words
+        parts.append(f"{result.failed:,} failed")
+    if heard.rows:
+        parts.append(f"{_rate(heard.rows / elapsed_s)} rows/s")
+    if heard.tokens:
+        parts.append(f"{_short(heard.tokens / elapsed_s)} tokens/s")
+    if heard.rows and heard.rows >= _FORECAST_AFTER_SHARE * result.asked:
+        left_s = (result.asked - heard.rows) * elapsed_s / heard.rows
+        parts.append(f"{_duration(left_s)} left")
+    if result.cost_usd:
+        parts.append(f"{result.cost_usd:,.4f} USD")
+    return ", ".join(parts)
 
 
 def _short(number: float) -> str:

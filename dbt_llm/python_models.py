@@ -13,8 +13,10 @@ from typing import Any
 
 from dbt_llm.errors import ConfigError
 from dbt_llm.resolve_loop import Build
+from dbt_llm.status_lines import StatusLines, is_watched
 
 _log = logging.getLogger("dbt_llm")
+_status_lines = StatusLines()
 
 Serve = Callable[[Any, Build, dict[str, Any]], None]
 _served_by: list[Serve] = []
@@ -92,6 +94,6 @@ def _resolve_alone(
         mode=Mode(options["mode"] or "generate"),
         max_error_ratio=session.config.max_error_ratio,
     )
-    output = Output(info=_log.info, warn=_log.warning, terminal=sys.stderr.isatty())
+    output = Output(_log.info, _log.warning, _status_lines if is_watched(sys.stderr) else None)
     if session.resolve(connection, build, run, output, settings) is None:
         connection.execute(build.statement)

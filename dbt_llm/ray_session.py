@@ -46,6 +46,18 @@ def connect(address: str | None) -> None:
         _start(address)
 
 
+def describe_cluster() -> str:
+    """Return the version of the Ray that is joined, and what it has."""
+    import ray
+
+    have = ray.cluster_resources()
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    return (
+        f"{ray.__version__}, {have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs "
+        f"on {nodes} {'node' if nodes == 1 else 'nodes'}"
+    )
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of what an error says; Ray's errors go on for pages."""
     return next(iter(str(error).splitlines()), type(error).__name__)

@@ -370,7 +370,7 @@ class _Loop:
         summary, allowed = self._summary, self._settings.max_error_ratio
         asked = sum(job.answered for job in summary.jobs)
         prompts = max(asked, summary.prompts or 0)
-        if summary.failed <= allowed * prompts:
+        if not summary.failed or summary.failed / prompts <= allowed:
             return
         codes: dict[str, int] = {}
         for job in summary.jobs:

@@ -27,6 +27,8 @@ _UNFINISHED = """
         any_value(trace_id) as trace_id, 'unfinished' as status, min(created_at) as started_at,
         count(*) as asked, count(*) filter (status = 'ok') as generated,
         count(*) filter (status = 'error') as failed,
+        coalesce(to_json(histogram(error_code) filter (status = 'error')), '{{}}')::varchar
+            as errors,
         coalesce(sum(prompt_tokens) filter (completion_tokens is not null), 0)::bigint
             as prompt_tokens,
         coalesce(sum(completion_tokens), 0)::bigint as completion_tokens,

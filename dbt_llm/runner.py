@@ -21,6 +21,7 @@ from dbt_llm.version import __version__
 
 if TYPE_CHECKING:
     from dbt_llm.spool import RequestFile
+    from dbt_llm.status_lines import StatusLines
     from dbt_llm.store import Store
 
 _PATHS = {"vllm": ("model",), "replay": ("answers",), "openai": ("ca_file",)}
@@ -47,8 +48,14 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The node's name without its project."""
-        return self.node_id.split(".")[-1]
+        """See `node_name`."""
+        return node_name(self.node_id)
+
+
+def node_name(node_id: str) -> str:
+    """Return a node's name without its project; a version stays, and the hash of a test goes."""
+    name = node_id.split(".", 2)[-1]
+    return name.rpartition(".")[0] or name if node_id.startswith("test.") else name
 
 
 def new_run(node_id: str, invocation_id: str, target_folder: Path) -> Run:
@@ -64,8 +71,8 @@ class Output:
 
     info: Callable[[str], None]
     warn: Callable[[str], None]
-    terminal: bool
-    """Whether a person watches a terminal that may show a status line."""
+    terminal: "StatusLines | None" = None
+    """Where a person watches."""
 
 
 class Runner:

@@ -15,6 +15,11 @@ class Tally:
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
+    @property
+    def tokens(self) -> int:
+        """Of prompts and completions."""
+        return self.prompt_tokens + self.completion_tokens
+
     def __add__(self, other: "Tally") -> "Tally":
         return Tally(
             self.rows + other.rows,

@@ -17,18 +17,21 @@
     {%- if temporary and config.get('on_schema_change') == 'fail' -%}
       {%- set columns = adapter.get_columns_in_relation(this) | map(attribute='name') | list -%}
     {%- endif -%}
+    {#- dbt adds a test's `limit` to its SQL: one on the failing rows, while all values are judged. -#}
+    {%- set asks = dbt_llm._asks() -%}
+    {%- set reads = model.resource_type == 'test' and not asks -%}
     {#- Opens dbt's transaction (and the connection), so that the plugin's statements are in it. -#}
     {%- call statement('dbt_llm_begin', auto_begin=not (partitioned_by or sorted_by)) -%} select 1 {%- endcall -%}
     {%- set request = {
       'node_id': model.unique_id,
       'invocation_id': invocation_id,
       'package_version': dbt_llm._version(),
-      'query': compiled_code,
+      'query': sql if asks else compiled_code,
       'statement': build_sql,
       'undo': 'drop table ' ~ relation.include(database=(not temporary), schema=(not temporary)),
       'header': config.get('sql_header') or '',
       'columns': columns,
-      'mode': 'null' if flags.EMPTY else ('cached' if model.resource_type == 'test' else var('llm_mode', 'generate')),
+      'mode': 'null' if flags.EMPTY else ('cached' if reads else var('llm_mode', 'generate')),
       'refresh': var('llm_refresh', false),
       'limit': var('llm_limit', none),
       'max_cost_usd': var('llm_max_cost_usd', none),

@@ -85,6 +85,14 @@ PROVED: dict[str, tuple[str, str]] = {
         "nothing",
         "test_refusals.py::test_data_test_that_stores_its_failures_asks_nothing",
     ),
+    "the test [`llm_error_ratio`](tests.md#llm_error_ratio)": (
+        "nothing",
+        "test_generic_tests.py::test_the_rows_are_the_codes_with_counts_and_no_prompt",
+    ),
+    "the test [`llm_judge`](tests.md#llm_judge)": (
+        "the values without a stored verdict",
+        "test_generic_tests.py::test_each_distinct_value_is_judged_once_and_never_again",
+    ),
     "`llm_mode: cached`": (
         "nothing",
         "test_rerun.py::test_cached_mode_fails_on_a_missing_prompt",
@@ -500,7 +508,7 @@ def test_queries_of_jinja_and_analyses(project: Project) -> None:
     assert project.query("from widest") == [(max(made_up(f"p{i}") for i in range(3)),)]
 
 
-@proves("`dbt test`", "nothing")
+@proves("`dbt test`", "nothing, but for `llm_judge`")
 @proves("a unit test that overrides a macro with the call", "nothing")
 @proves("a unit test of a plain call", "nothing")
 def test_unit_tests_read_the_store_or_override_the_call(project: Project) -> None:

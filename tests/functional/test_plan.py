@@ -191,3 +191,23 @@ def test_a_wrong_project_is_an_error_with_its_reason(project: Project) -> None:
 def test_a_wrong_call_is_said_in_the_plan(project: Project) -> None:
     project.model("answers", "select llm_generate('x', model := 'nobody') as r")
     assert "nobody" in plan(project)["answers"]["unknown"]
+
+
+def test_a_test_that_asks_is_planned_as_well(project: Project) -> None:
+    project.write(
+        "models/models.yml",
+        """
+models:
+  - name: answers
+    columns:
+      - name: a
+        data_tests:
+          - dbt_llm.llm_judge: {name: a_is_good, arguments: {question: Good?, judge: other}}
+          - not_null
+""",
+    )
+    assert project.dbt("run").success
+    entry = plan(project)["a_is_good"]
+    assert numbers(entry) == [("other", 0, 60)]
+    project.dbt("test")
+    assert numbers(plan(project)["a_is_good"]) == [("other", 60, 0)]

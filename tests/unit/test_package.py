@@ -80,6 +80,12 @@ def test_every_module_says_its_job_in_its_first_line():
         assert path.read_text().startswith('"""'), path
 
 
+def test_every_module_is_in_the_map_of_the_code():
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    modules = {path.name for path in (ROOT / "dbt_llm").glob("*.py")} - {"__init__.py"}
+    assert [name for name in sorted(modules) if f"`{name}`" not in page] == []
+
+
 @pytest.mark.parametrize(
     ("module", "users"),
     [

@@ -1,9 +1,16 @@
+import io
+import logging
+import re
+
 import pytest
 
 from dbt_llm.job_spec import JobResult
 from dbt_llm.parts import Part
 from dbt_llm.progress import Progress, failure_lines, summary_line
 from dbt_llm.resolve_loop import Summary
+from dbt_llm.status_lines import StatusLines, is_watched
+from dbt_llm.tally import Tally
+from tests.terminal import drawn
 from tests.unit.generations import failing, good, key, write_part
 
 
@@ -124,57 +131,133 @@ def clock(monkeypatch):
 
 def test_a_log_gets_a_line_now_and_then(clock):
     lines = []
-    progress = Progress("tickets", lines.append, terminal=False)
+    progress = Progress("tickets", lines.append)
     for second in range(0, 240, 5):
         clock[0] = float(second)
         result = job(asked=1000) if second < 20 else job(asked=1000, since=20.0)
         if second > 30:
-            result.parts = [part(4 * (second - 20), errors={"timeout": 1})]
+            rows = 4 * (second - 20)
+            tokens = {"prompt_tokens": 10 * rows, "completion_tokens": 5 * rows}
+            result.parts = [part(rows, errors={"timeout": 1}, cost_usd=rows / 1e4, **tokens)]
         progress(result)
     progress.close()
     assert lines == [
         "llm: tickets: starting the engine, 1,000 to ask",
-        "llm: tickets: 100/1,000, 1 failed",
-        "llm: tickets: 340/1,000, 1 failed, 4.0 rows/s, 3 min left",
-        "llm: tickets: 580/1,000, 1 failed, 4.0 rows/s, 2 min left",
-        "llm: tickets: 820/1,000, 1 failed, 4.0 rows/s, 45 s left",
+        "llm: tickets: 100/1,000, 1 failed, 4.0 rows/s, 60 tokens/s, 0.0100 USD",
+        "llm: tickets: 340/1,000, 1 failed, 4.0 rows/s, 60 tokens/s, 3 min left, 0.0340 USD",
+        "llm: tickets: 580/1,000, 1 failed, 4.0 rows/s, 60 tokens/s, 2 min left, 0.0580 USD",
+        "llm: tickets: 820/1,000, 1 failed, 4.0 rows/s, 60 tokens/s, 45 s left, 0.0820 USD",
     ]
 
 
 def test_there_is_no_forecast_from_the_first_rows(clock):
     lines = []
-    progress = Progress("tickets", lines.append, terminal=False)
+    progress = Progress("tickets", lines.append)
     clock[0] = 15.0
     progress(job(part(249), asked=1000, since=6.0))
-    assert lines == ["llm: tickets: 249/1,000"]
+    assert lines == ["llm: tickets: 249/1,000, 28 rows/s"]
 
 
-def test_a_terminal_gets_a_bar_that_goes_away(capsys, clock):
-    progress = Progress("tickets", lambda _: None, terminal=True)
+def test_what_an_engine_told_of_counts_before_it_is_written(clock):
+    lines = []
+    progress = Progress("tickets", lines.append)
+    clock[0] = 15.0
+    result = job(part(10), asked=1000, since=5.0)
+    result.told = Tally(50, 600, 400)
+    progress(result)
+    clock[0] = 50.0
+    result.parts.append(part(90))
+    progress(result)
+    assert lines == [
+        "llm: tickets: 50/1,000, 5.0 rows/s, 100 tokens/s",
+        "llm: tickets: 100/1,000, 2.2 rows/s",
+    ]
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """What is written to a terminal."""
+    written = io.StringIO()
+    written.isatty = lambda: True
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "110")
+    return written
+
+
+def shown(screen):
+    """Return what a person sees of it, without the bar's colours and their halves."""
+    lines = drawn(crlf(screen.getvalue()))
+    return [re.sub(" [━╺╸]+", "", line) for line in lines]
+
+
+def crlf(text):
+    return text.replace("\n", "\r\n")
+
+
+def test_a_terminal_shows_a_line_for_each_model_until_it_is_done(clock, screen):
+    lines = StatusLines(terminal=screen)
+    first, second = (Progress(name, pytest.fail, lines) for name in ("tickets", "other"))
     clock[0] = 20.0
-    progress(job(part(500), asked=1000, since=10.0))
-    shown = capsys.readouterr().err
-    progress.close()
-    assert shown.strip() == "tickets          ██████████░░░░░░░░░░ 500/1,000, 50 rows/s, 10 s left"
-    assert capsys.readouterr().err.strip() == ""
-
-
-def test_a_terminal_shows_one_model_and_how_many_more_there_are(capsys):
-    first, second = (Progress(name, lambda _: None, terminal=True) for name in ("one", "two"))
-    first(job(asked=5))
+    first(job(part(500), asked=1000, since=10.0))
     second(job(asked=6))
-    shown = capsys.readouterr().err.split("\r")[-2]
-    assert shown.startswith("two              ░")
-    assert shown.rstrip().endswith("starting the engine, 6 to ask (+1)")
+    lines.refresh()
+    assert shown(screen) == [
+        "tickets 500/1,000, 50 rows/s, 10 s left",
+        "other   starting the engine, 6 to ask",
+    ]
     first.close()
+    lines.refresh()
+    assert shown(screen) == ["other starting the engine, 6 to ask"]
     second.close()
+    assert shown(screen) == []
 
 
-def test_a_status_line_is_never_wider_than_a_terminal(capsys, clock):
-    names = ["a_model_with_a_very_long_name", "another"]
-    bars = [Progress(name, lambda _: None, terminal=True) for name in names]
+def test_a_line_is_never_wider_than_the_terminal(clock, screen):
+    lines = StatusLines(terminal=screen)
+    bar = Progress("a_model_with_a_very_long_name_that_goes_on_and_on", pytest.fail, lines)
     clock[0] = 1e6
-    for bar in bars:
-        bar(job(part(10**9, errors={"timeout": 10**8}), asked=10**10, since=0.0))
-        bar.close()
-    assert {len(text) for text in capsys.readouterr().err.split("\r") if text} == {78}
+    tokens = {"prompt_tokens": 10**12, "cost_usd": 1e6}
+    bar(job(part(10**9, errors={"timeout": 10**8}, **tokens), asked=10**10, since=0.0))
+    lines.refresh()
+    found = drawn(crlf(screen.getvalue()))
+    bar.close()
+    assert len(found) == 1
+    assert len(found[0]) <= 110
+    assert "1,000,000,000/10,000,000,000, 100,000,000 failed" in found[0]
+
+
+def test_what_a_logger_prints_goes_above_the_lines_and_its_stream_comes_back(screen):
+    handler = logging.StreamHandler(screen)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.Logger("of dbt")
+    logger.addHandler(handler)
+    lines = StatusLines(lambda: logger.handlers, screen)
+    progress = Progress("tickets", pytest.fail, lines)
+    progress(job(asked=5))
+    logger.info("10:00:00  1 of 2 OK \x1b[32mcreated\x1b[0m [kept as it is]")
+    lines.refresh()
+    assert shown(screen) == [
+        "10:00:00  1 of 2 OK created [kept as it is]",
+        "tickets starting the engine, 5 to ask",
+    ]
+    progress.close()
+    assert handler.stream is screen
+    logger.info("10:00:01  done")
+    assert shown(screen) == ["10:00:00  1 of 2 OK created [kept as it is]", "10:00:01  done"]
+
+
+def test_a_file_gets_its_lines_itself(screen, tmp_path):
+    handler = logging.FileHandler(tmp_path / "log")
+    progress = Progress("tickets", pytest.fail, StatusLines(lambda: [handler], screen))
+    progress(job(asked=5))
+    handler.emit(logging.makeLogRecord({"msg": "kept"}))
+    progress.close()
+    assert (tmp_path / "log").read_text() == "kept\n"
+    assert "kept" not in screen.getvalue()
+
+
+@pytest.mark.parametrize(("term", "expected"), [("xterm", True), ("dumb", False), ("", False)])
+def test_lines_move_where_the_terminal_can(screen, monkeypatch, term, expected):
+    monkeypatch.setenv("TERM", term)
+    assert is_watched(screen) is expected
+    assert not is_watched(io.StringIO())

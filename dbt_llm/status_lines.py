@@ -1,0 +1,90 @@
+"""Lines at the bottom of a terminal, one for each model that asks just now."""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+_BAR_WIDTH = 20
+_PER_SECOND = 4
+
+
+def is_watched(stream: TextIO) -> bool:
+    """Tell whether a stream is a terminal on which lines can move."""
+    return stream.isatty() and os.environ.get("TERM", "") not in {"", "dumb", "unknown"}
+
+
+class StatusLines:
+    """Shows them with rich; what dbt prints meanwhile goes above them."""
+
+    def __init__(
+        self,
+        handlers: Callable[[], Iterable[logging.Handler]] = tuple,
+        terminal: TextIO | None = None,
+    ) -> None:
+        """`handlers` finds those of loggers that may write to the same terminal, else stderr."""
+        self._handlers = handlers
+        self._terminal = terminal
+        self._lock = threading.Lock()
+        self._lines: dict[str, TaskID] = {}
+        self._shown: Progress | None = None
+        self._streams: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
+
+    def show(self, name: str, words: str, done: int, total: int) -> None:
+        """Show one model's line, or change it."""
+        with self._lock:
+            if self._shown is None:
+                self._shown = self._begin()
+            if name not in self._lines:
+                self._lines[name] = self._shown.add_task(name, words="", total=total)
+            self._shown.update(self._lines[name], completed=done, total=total, words=words)
+
+    def remove(self, name: str) -> None:
+        """Take one model's line away, if there is one."""
+        with self._lock:
+            line = self._lines.pop(name, None)
+            if self._shown is None or line is None:
+                return
+            self._shown.remove_task(line)
+            if not self._lines:
+                for handler, stream in self._streams:
+                    handler.setStream(stream)
+                self._streams = []
+                self._shown.stop()
+                self._shown = None
+
+    def refresh(self) -> None:
+        """Draw them now; they are drawn several times a second anyway."""
+        if self._shown is not None:
+            self._shown.refresh()
+
+    def _begin(self) -> "Progress":
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
+
+        console = Console(file=self._terminal, stderr=self._terminal is None)
+        shown = Progress(
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=30)),
+            BarColumn(_BAR_WIDTH),
+            TextColumn("{task.fields[words]}", table_column=Column(no_wrap=True)),
+            console=console,
+            transient=True,
+            refresh_per_second=_PER_SECOND,
+        )
+        shown.start()
+        self._move_above(console)
+        return shown
+
+    def _move_above(self, console: "Console") -> None:
+        from rich.file_proxy import FileProxy
+
+        for handler in self._handlers():
+            if isinstance(handler, logging.StreamHandler) and handler.stream.isatty():
+                self._streams.append((handler, handler.stream))
+                handler.setStream(FileProxy(console, handler.stream))
