@@ -111,6 +111,8 @@ class _Planner:
         self._generations = read_table(cursor, session.store, GENERATIONS)
         self._rates = self._last_rates()
         self._counters: dict[str, TokenCounter | None] = {}
+        self._too_long: set[str] = set()
+        """The request files of which a warning says that some do not fit."""
 
     def plan(self, model: Model) -> ModelPlan | None:
         plan = ModelPlan(model.node_id)
@@ -210,6 +212,7 @@ class _Planner:
         cut = self._session.config.llms[llm].on_long_prompt == "truncate"
         counted = counter.count_file(self._cursor, file, cut)
         if counted.too_long and not cut:
+            self._too_long.add(file.path)
             plan.warnings.append(
                 f"{'' if counted.exact else 'about '}{counted.too_long:,} of its prompts do not "
                 f"fit into the {counter.most:,} tokens of {llm} (the longest has "
@@ -257,6 +260,8 @@ class _Planner:
                     "LLM changed, or does a prompt hold a date or a time?"
                 )
         for file in files:
+            if file.path in self._too_long:
+                continue
             longest, mean = self._cursor.execute(
                 f"select max(strlen(prompt)), avg(strlen(prompt)) from {sql.parquet([file.path])}"
             ).fetchall()[0]

@@ -68,7 +68,8 @@ class StatusLines:
         from rich.progress import BarColumn, Progress, TextColumn
         from rich.table import Column
 
-        console = Console(file=self._terminal, stderr=self._terminal is None)
+        # The terminal itself breaks long lines of dbt, so that they can be copied whole.
+        console = Console(file=self._terminal, stderr=self._terminal is None, soft_wrap=True)
         shown = Progress(
             TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=30)),
             BarColumn(_BAR_WIDTH),

@@ -69,8 +69,18 @@ def _blocks(files: list[RequestFile]) -> Generator[Unit, None, None]:
             filesystem=SubTreeFileSystem(str(path.parent), LocalFileSystem()),
             partitioning=None,
         )
-        for bundle in dataset.iter_internal_ref_bundles():
+        bundles = dataset.iter_internal_ref_bundles()
+        left = file.rows
+        for bundle in bundles:
+            units = []
             for entry, part in zip(bundle.blocks, bundle.slices, strict=True):
                 rows = part.num_rows if part else entry.metadata.num_rows
                 if rows:
-                    yield Unit(file, entry.ref, part.start_offset if part else 0, rows)
+                    units.append(Unit(file, entry.ref, part.start_offset if part else 0, rows))
+                    left -= rows
+            if left <= 0:
+                # Until its end is seen, Ray Data polls many times a second, which costs an engine
+                # on a small machine some percent of its speed.
+                for _ in bundles:
+                    pass
+            yield from units

@@ -29,7 +29,8 @@ def example(tmp_path: Path) -> Path:
     (folder / "weights" / WEIGHTS.name).symlink_to(WEIGHTS.absolute())
     (folder / "packages.yml").write_text(f"packages:\n  - local: {ROOT}\n")
     run(folder, "-c", DBT, "deps")
-    run(folder, "-c", DBT, "build", "--select", "+stg_tickets")
+    run(folder, "-c", DBT, "seed")
+    run(folder, "-c", DBT, "run", "--select", "stg_tickets")
     return folder
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dbt_llm.runner import node_name
 from tests.project import Project
 
 
@@ -45,7 +46,7 @@ def plan(project: Project, *arguments: str) -> dict[str, dict[str, Any]]:
     """Return the plans by the names of their models."""
     done = command(project, "--json", *arguments)
     assert done.returncode == 0, done.stderr
-    return {entry["node_id"].split(".")[-1]: entry for entry in json.loads(done.stdout)}
+    return {node_name(entry["node_id"]): entry for entry in json.loads(done.stdout)}
 
 
 def numbers(entry: dict[str, Any]) -> list[tuple[str, int, int]]:

@@ -246,6 +246,16 @@ def test_what_a_logger_prints_goes_above_the_lines_and_its_stream_comes_back(scr
     assert shown(screen) == ["10:00:00  1 of 2 OK created [kept as it is]", "10:00:01  done"]
 
 
+def test_a_long_line_is_broken_by_the_terminal_alone(screen):
+    handler = logging.StreamHandler(screen)
+    progress = Progress("tickets", pytest.fail, StatusLines(lambda: [handler], screen))
+    progress(job(asked=5))
+    long = "12:00:00  1 of 39 START test " + "accepted_values_and_more_" * 4 + " [RUN]"
+    handler.emit(logging.makeLogRecord({"msg": long}))
+    progress.close()
+    assert drawn(crlf(screen.getvalue())) == [long[:110], long[110:]]
+
+
 def test_a_file_gets_its_lines_itself(screen, tmp_path):
     handler = logging.FileHandler(tmp_path / "log")
     progress = Progress("tickets", pytest.fail, StatusLines(lambda: [handler], screen))
