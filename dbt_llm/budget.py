@@ -1,18 +1,18 @@
 """Budgets: what a run of dbt may use, over all of its models, and what it has used.
 
-A run is one invocation of dbt. Before a job asks anything, its requests are compared with what is
-left. While it asks, requests in flight count with what is expected of them and answers with what
-they took, so a limit is passed by no more than what the requests in flight take beyond that.
+A run is one invocation of dbt. Before a job asks anything it may claim what its requests are
+expected to take. While it asks, requests in flight count with what is expected of them and answers
+with what they took, so a limit is passed by no more than what the requests in flight take beyond
+that.
 """
 
-import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from dbt_llm.config import Budget
 
-_KINDS = 3
+_KINDS = ("requests", "tokens", "cost_usd")
 _ROUNDING = 1e-9
 # So many answers weigh as much as what was expected before the first.
 _WEIGHT = 10
@@ -33,11 +33,19 @@ class Amount:
             self.cost_usd + other.cost_usd,
         )
 
-    def __sub__(self, other: "Amount") -> "Amount":
-        return self + other * -1
-
     def __mul__(self, factor: float) -> "Amount":
         return Amount(self.requests * factor, self.tokens * factor, self.cost_usd * factor)
+
+    def at_least(self, other: "Amount") -> "Amount":
+        """Return the larger of each kind."""
+        return Amount(
+            max(self.requests, other.requests),
+            max(self.tokens, other.tokens),
+            max(self.cost_usd, other.cost_usd),
+        )
+
+
+_NOTHING = Amount()
 
 
 @dataclass(frozen=True)
@@ -56,123 +64,187 @@ class Limit:
 
 
 class Account:
-    """What one run of dbt has used; jobs of several threads share it."""
+    """What one run of dbt has used; jobs of several threads share it, each with a `Meter`."""
 
     def __init__(self, of_run: Budget, of_llms: Mapping[str, Budget]) -> None:
-        self._budgets: dict[str, list[tuple[str, Budget, str]]] = {
-            llm: [("budget", of_run, ""), (f"llms.{llm}.budget", budget, llm)]
-            for llm, budget in of_llms.items()
-        }
-        self._used: dict[str, Amount] = {}
-        self._lock = threading.Lock()
+        self._of_run = of_run
+        self._of_llms = dict(of_llms)
+        # What jobs that have ended took, by LLM.
+        self._ended: dict[str, Amount] = {}
+        self._meters: list[Meter] = []
+        self.lock = threading.RLock()
 
-    def exceeded(self, amounts: Mapping[str, Amount]) -> Limit | None:
-        """Return the limit that the amounts of some LLMs would exceed together, if any."""
-        total = sum(amounts.values(), Amount())
-        with self._lock:
-            for llm, amount in amounts.items():
-                of_run, of_llm = self._limits(llm, total), self._limits(llm, amount)
-                for limit, allowed, used, wanted in of_run[:_KINDS] + of_llm[_KINDS:]:
-                    if used + wanted > allowed * (1 + _ROUNDING):
+    def open(
+        self, expected: Mapping[str, tuple[Amount, int]], claim: bool
+    ) -> "dict[str, Meter] | Limit":
+        """Return a meter for each LLM of a model, or the limit over which they would go together.
+
+        Args:
+            expected: what one request is expected to take, and how many there are.
+            claim: whether all of it must fit, beside what other jobs have claimed; it is then kept
+                for this job, whatever the others do. Otherwise there is no limit to open one.
+        """
+        with self.lock:
+            claims = {
+                llm: each * rows if claim else _NOTHING for llm, (each, rows) in expected.items()
+            }
+            for llm, own in claims.items():
+                total = sum(claims.values(), _NOTHING)
+                for limit, allowed, spent, wanted in self._limits(llm, total, own):
+                    if wanted and spent + wanted > allowed * (1 + _ROUNDING):
                         return limit
-        return None
+            meters = {
+                llm: Meter(self, llm, each, claims[llm]) for llm, (each, _) in expected.items()
+            }
+            self._meters += meters.values()
+            return meters
 
-    def reached(self, llm: str) -> Limit | None:
-        """Return a limit of which nothing is left, if any."""
-        with self._lock:
-            return next(
-                (
-                    limit
-                    for limit, allowed, used, _ in self._limits(llm, Amount())
-                    if used >= allowed
-                ),
-                None,
-            )
+    def used_up(self, meter: "Meter") -> Limit | None:
+        """Return a limit of which answers have left nothing for a job's next request, if any.
 
-    def take(self, llm: str, each: Amount, most: int) -> int:
-        """Reserve as many of `most` equal amounts as there is room for; return how many.
+        What is in flight or claimed does not count: it may take less.
+        """
+        each = meter.expected
+        with self.lock:
+            for limit, allowed, spent, wanted in self._limits(meter.llm, each, each, used=True):
+                if wanted and spent >= allowed * (1 - _ROUNDING):
+                    return limit
+            return None
+
+    def room(self, meter: "Meter", most: int) -> int:
+        """Return for how many of `most` requests of a job there is room beside all others.
 
         Where a limit is not reached yet there is room for one, so that nothing is left over only
-        because one amount is larger than the rest of the budget.
+        because one request takes more than the rest of the budget.
         """
-        with self._lock:
-            count = float(most)
-            for _, allowed, used, wanted in self._limits(llm, each):
-                left = allowed - used
-                if left <= 0:
+        each = meter.expected
+        with self.lock:
+            for _, allowed, spent, wanted in self._limits(meter.llm, each, each, of=meter):
+                if not wanted:
+                    continue
+                left = allowed - spent
+                if left <= allowed * _ROUNDING:
                     return 0
-                if wanted > 0 and left < math.inf:
-                    count = min(count, max(1, math.floor(left / wanted * (1 + _ROUNDING))))
-            self._add(llm, each * int(count))
-            return int(count)
+                most = min(most, max(1, int(left / wanted * (1 + _ROUNDING))))
+            return most
 
-    def settle(self, llm: str, reserved: Amount, used: Amount) -> None:
-        """Replace what was reserved by what was used."""
-        with self._lock:
-            self._add(llm, used - reserved)
+    def end(self, meter: "Meter", used: Amount) -> None:
+        """Take a meter away; `used` is what its job took."""
+        with self.lock:
+            if meter in self._meters:
+                self._meters.remove(meter)
+                self._ended[meter.llm] = self._ended.get(meter.llm, _NOTHING) + used
 
-    def _add(self, llm: str, amount: Amount) -> None:
-        for name in ("", llm):
-            self._used[name] = self._used.get(name, Amount()) + amount
+    def _limits(
+        self,
+        llm: str,
+        of_run: Amount,
+        of_llm: Amount,
+        *,
+        of: "Meter | None" = None,
+        used: bool = False,
+    ) -> Iterator[tuple[Limit, float, float, float]]:
+        """Yield each limit that holds for an LLM, what it allows, what is spent, what is wanted.
 
-    def _limits(self, llm: str, amount: Amount) -> list[tuple[Limit, float, float, float]]:
-        found = []
-        for key, budget, name in self._budgets[llm]:
-            used = self._used.get(name, Amount())
-            for allowed, kind in (
-                (budget.max_requests, "requests"),
-                (budget.max_tokens, "tokens"),
-                (budget.max_cost_usd, "cost_usd"),
-            ):
-                spent: float = getattr(used, kind)
-                most = math.inf if allowed is None else float(allowed)
-                limit = Limit(f"{key}.max_{kind}", most, spent)
-                found.append((limit, most, spent, float(getattr(amount, kind))))
-        return found
+        What a job has claimed counts as spent, but not its own claim (`of`); with `used`, only
+        what answers took.
+        """
+
+        def spent_by(meter: Meter) -> Amount:
+            if used:
+                return meter.used
+            return meter.taken if meter is of else meter.claimed
+
+        for key, budget, name, wanted in (
+            ("budget", self._of_run, None, of_run),
+            (f"llms.{llm}.budget", self._of_llms[llm], llm, of_llm),
+        ):
+            amounts = [amount for by, amount in self._ended.items() if name in {None, by}]
+            amounts += [spent_by(meter) for meter in self._meters if name in {None, meter.llm}]
+            spent = sum(amounts, _NOTHING)
+            for unit in _KINDS:
+                allowed = getattr(budget, f"max_{unit}")
+                if allowed is not None:
+                    found = float(getattr(spent, unit))
+                    limit = Limit(f"{key}.max_{unit}", allowed, found)
+                    yield limit, float(allowed), found, float(getattr(wanted, unit))
 
 
 class Meter:
     """What one job may send, and what it has used of the account."""
 
-    def __init__(self, account: Account, llm: str, expected: Amount) -> None:
-        """`expected` is what one request is expected to take; answers correct it."""
+    def __init__(self, account: Account, llm: str, first: Amount, claim: Amount) -> None:
+        """`first` is what one request is expected to take; answers correct it."""
         self._account = account
-        self._llm = llm
-        self._first = expected
-        self._used = Amount()
+        self.llm = llm
+        self._first = first
+        self._claim = claim
+        self.used = Amount()
+        """What the answers took that are known of."""
+        self._flying = 0
         self._reserved = Amount()
+
+    @property
+    def taken(self) -> Amount:
+        """What is used, and what is reserved for requests in flight."""
+        return self.used + self._reserved
+
+    @property
+    def claimed(self) -> Amount:
+        """What nobody else may claim."""
+        return self.taken.at_least(self._claim)
 
     @property
     def expected(self) -> Amount:
         """What one request takes, as far as it is known."""
-        mean = (self._first * _WEIGHT + self._used) * (1 / (_WEIGHT + self._used.requests))
+        mean = (self._first * _WEIGHT + self.used) * (1 / (_WEIGHT + self.used.requests))
         return Amount(1, mean.tokens, mean.cost_usd)
 
     def take(self, most: int) -> int:
         """Reserve up to `most` requests; return how many may be sent."""
-        count = self._account.take(self._llm, self.expected, most)
-        self._reserved += self.expected * count
-        return count
+        with self._account.lock:
+            count = self._account.room(self, most)
+            self._flying += count
+            self._reserved += self.expected * count
+            return count
 
     def give_back(self, count: int) -> None:
-        """Free what was reserved for requests that are not sent after all."""
-        self._settle(count, Amount())
+        """Free what was reserved for requests that are not in flight, and have no answer."""
+        with self._account.lock:
+            self._free(count)
 
     def answered(self, count: int, tokens: float, cost_usd: float) -> None:
         """Note what requests took that are in flight no more."""
-        used = Amount(count, tokens, cost_usd)
-        self._settle(count, used)
-        self._used += used
+        with self._account.lock:
+            self._free(count)
+            self.used += Amount(count, tokens, cost_usd)
 
-    def close(self, tokens: float, cost_usd: float) -> None:
-        """End the job: what it took in all is known now."""
-        rest = Amount(0, tokens - self._used.tokens, cost_usd - self._used.cost_usd)
-        # Requests that were lost on their way were sent, so they count.
-        reserved = Amount(0, self._reserved.tokens, self._reserved.cost_usd)
-        self._account.settle(self._llm, reserved, rest)
+    def lost(self, count: int | None = None) -> None:
+        """Note that requests in flight got lost, as far as is known; None stands for all.
 
-    def _settle(self, count: int, used: Amount) -> None:
-        flying = self._reserved.requests
-        reserved = self._reserved * (min(count, flying) / flying if flying else 0)
-        self._reserved -= reserved
-        self._account.settle(self._llm, reserved, used)
+        They are asked again, and count once. Where requests cost something, these were sent.
+        """
+        with self._account.lock:
+            count = self._flying if count is None else min(count, self._flying)
+            if count > 0 and self._first.cost_usd:
+                each = self._reserved * (1 / self._flying)
+                self.used += Amount(0, each.tokens, each.cost_usd) * count
+            self._free(count)
+
+    def used_up(self) -> Limit | None:
+        """Return a limit that answers have reached, if any."""
+        return self._account.used_up(self)
+
+    def close(self, stored: Amount = _NOTHING) -> None:
+        """End the job, of which these answers are stored. A second time does nothing."""
+        with self._account.lock:
+            # Answers that an engine told of and that were lost before they were stored are paid.
+            self._account.end(self, self.used.at_least(stored))
+
+    def _free(self, count: int) -> None:
+        count = max(0, min(count, self._flying))
+        if count:
+            self._reserved *= (self._flying - count) / self._flying
+            self._flying -= count
+            # A sum of fractions need not come out even.
+            self._reserved = Amount(self._flying, self._reserved.tokens, self._reserved.cost_usd)

@@ -17,16 +17,18 @@ INTERRUPTED_CODE = 130
 
 def plan(arguments: list[str], as_json: bool) -> int:
     """Print what a run would ask."""
-    from dbt_llm.dbt_project import compiled_models, connected, dbt_variable
+    from dbt_llm.dbt_project import compiled_models, connected
     from dbt_llm.plan import describe, plan_models
+    from dbt_llm.plugin import read_variables
 
     with tempfile.TemporaryDirectory() as folder, _ending_at_interrupt(folder):
         models = compiled_models(arguments)
-        limit = dbt_variable("llm_limit")
+        variables = read_variables()
         with connected() as (session, cursor):
-            if limit is None:
-                limit = session.config.limit
-            plans = plan_models(session, cursor, models, Path(folder), limit)
+            limit = session.config.limit if variables.limit is None else variables.limit
+            plans = plan_models(
+                session, cursor, models, Path(folder), limit, variables.mode, variables.refresh
+            )
     if as_json:
         print(json.dumps([plan.as_dict() for plan in plans], indent=2))
     elif plans:

@@ -140,6 +140,14 @@ class _LLM(_Section):
         """Return what the engine needs and nobody may see."""
         return {}
 
+    @model_validator(mode="after")
+    def _price_of_budget(self) -> Self:
+        if self.budget.max_cost_usd is not None and not (
+            self.price.prompt or self.price.completion
+        ):
+            raise ValueError("has budget.max_cost_usd and no price, so it would never be reached")
+        return self
+
 
 class VllmLLM(_LLM):
     """An open-weights model that vLLM runs, on this machine or on the Ray cluster."""

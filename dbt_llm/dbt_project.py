@@ -1,6 +1,7 @@
 """Runs dbt from the command line tool, and uses its connection afterwards."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any
 from dbt.adapters.factory import get_adapter_by_type
 from dbt.cli.exceptions import DbtUsageException
 from dbt.cli.main import dbtRunner
-from dbt.flags import get_flags
 
 from dbt_llm.config import Config, load_config
 from dbt_llm.errors import ConfigError
@@ -33,6 +33,7 @@ def compiled_models(arguments: list[str]) -> list[Model]:
         problems = [result.message for result in results if result.message]
         problem = outcome.exception or "; ".join(problems)
         raise ConfigError(f"dbt cannot compile the selected models: {problem}")
+    ancestors = _ancestors(get_adapter_by_type("duckdb").config)
     models = []
     for result in outcome.result.results:
         node = result.node
@@ -47,10 +48,29 @@ def compiled_models(arguments: list[str]) -> list[Model]:
                 node.compiled_code or "",
                 node.config.get("sql_header") or "",
                 unknown,
-                tuple(node.depends_on.nodes),
+                tuple(ancestors(node.unique_id)),
             )
         )
     return models
+
+
+def _ancestors(runtime: Any) -> Callable[[str], set[str]]:
+    """Return what finds all nodes that a node reads, directly or through others."""
+    manifest = Path(runtime.project_root) / runtime.project_target_path / "manifest.json"
+    parents: dict[str, list[str]] = {}
+    if manifest.is_file():
+        parents = json.loads(manifest.read_text(encoding="utf-8"))["parent_map"]
+
+    def ancestors(node_id: str) -> set[str]:
+        found: set[str] = set()
+        waiting = [node_id]
+        while waiting:
+            new = set(parents.get(waiting.pop(), [])) - found
+            found |= new
+            waiting += new
+        return found
+
+    return ancestors
 
 
 def _is_judge(node: Any) -> bool:
@@ -141,11 +161,6 @@ def _invoke(arguments: list[str]) -> Any:
             f"{arguments[0]}, which does not take this one either."
         )
     return outcome
-
-
-def dbt_variable(name: str) -> Any:
-    """Return a variable of dbt's command line; None where it is not given."""
-    return (get_flags().VARS or {}).get(name)
 
 
 @contextmanager

@@ -300,9 +300,22 @@ def _address(llm: OpenAILLM) -> str:
 
 def _proxy(llm: OpenAILLM, scheme: str, host: str) -> Any:
     if llm.proxy is not None:
-        return urlsplit(llm.proxy.get_secret_value())
-    proxies = urllib.request.getproxies()
-    found = proxies.get(scheme) or proxies.get("all")
-    if not found or urllib.request.proxy_bypass(host):
-        return None
-    return urlsplit(found if "://" in found else f"http://{found}")
+        found = llm.proxy.get_secret_value()
+    else:
+        proxies = urllib.request.getproxies()
+        found = proxies.get(scheme) or proxies.get("all") or ""
+        if not found or urllib.request.proxy_bypass(host):
+            return None
+    parts = urlsplit(found if "://" in found else f"http://{found}")
+    try:
+        # Python reads the port only now; what it says of a wrong one may hold a password.
+        known = parts.hostname is not None and parts.port != 0
+    except ValueError:
+        known = False
+    if not known:
+        raise Problem(
+            "the address of the proxy cannot be read.",
+            "It has the form http://user:password@host:port; signs such as / in a password are "
+            "written as %2F.",
+        )
+    return parts

@@ -75,6 +75,7 @@ class Pass:
         self._last_report = 0.0
         self._refusal: EndpointError | None = None
         self._meter = meter
+        self._handed: dict[Replica, int] = {}
         self._tallies: dict[Replica, Tally] = {}
         # What a lost engine had told of is asked again.
         result.told = Tally()
@@ -94,6 +95,7 @@ class Pass:
                 self._end(early=True)
             raise
         self._end(early=cancelled or self._refusal is not None)
+        self._report(self._result)
         if cancelled:
             raise CancelledError(
                 f"Interrupted after {self._result.answered:,} of {self._result.asked:,} "
@@ -101,10 +103,6 @@ class Pass:
             )
         if self._refusal is not None:
             raise self._refusal
-        since = self._result.generating_since
-        if since is not None:
-            self._result.generating_s = time.monotonic() - since
-        self._report(self._result)
 
     def _end(self, early: bool) -> None:
         """Commit what is answered; `early`: have the engines drop the rest first."""
@@ -112,7 +110,14 @@ class Pass:
             self._stop_asking()
         # Ray Data reads ahead; left to the garbage collector it would end after Ray has.
         self._units.close()
-        self._flush_all()
+        try:
+            self._flush_all()
+        finally:
+            if self._meter is not None:
+                self._meter.lost()
+            since = self._result.generating_since
+            if since is not None:
+                self._result.generating_s = time.monotonic() - since
 
     def _ask_all(self) -> bool:
         """Feed the units until all are done or none may be fed; tell whether the user stopped."""
@@ -166,6 +171,10 @@ class Pass:
     def _done(self) -> list[Any]:
         import ray
 
+        if not self._pending:
+            # All engines are ready, and the budget is reserved by other models.
+            time.sleep(_POLL_S)
+            return []
         done, others = ray.wait(list(self._pending), num_returns=1, timeout=_POLL_S)
         if done and others:
             more, _ = ray.wait(others, num_returns=len(others), timeout=0)
@@ -210,6 +219,7 @@ class Pass:
                 )
                 self._pending[reference] = _Waiting("answer", replica, unit.rows)
                 self._feeder.handed(replica, unit.rows, time.monotonic())
+                self._handed[replica] = self._handed.get(replica, 0) + unit.rows
             if self._may_feed and replica not in listening:
                 at_least = self._feeder.report_at(replica)
                 if at_least is not None:
@@ -225,8 +235,9 @@ class Pass:
         if self._meter is None or not rows:
             return rows
         granted = self._meter.take(rows)
-        # What is in flight may take less than is reserved for it, and leave room.
-        self.budget_spent = granted == 0 and not self._feeder.under_way
+        if not granted and not self._feeder.under_way:
+            # What is in flight, here or of other models, may take less than is reserved for it.
+            self.budget_spent = self._meter.used_up() is not None
         return granted
 
     def _settle(self, waiting: "_Waiting", reference: Any) -> None:
@@ -302,6 +313,9 @@ class Pass:
         self._result.engine_deaths += 1
         self._pool.bury(replica, reason)
         self._feeder.remove(replica)
+        if self._meter is not None:
+            told = self._tallies.get(replica, Tally())
+            self._meter.lost(self._handed.get(replica, 0) - told.rows)
         self._pending = {
             ref: own for ref, own in self._pending.items() if own.replica is not replica
         }

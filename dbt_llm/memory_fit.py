@@ -59,6 +59,22 @@ class Fit:
         )
 
 
+def longest_sequence(engine_args: dict[str, Any], of_model: Any) -> int | None:
+    """Return how many tokens vLLM takes at most; None where that is not known here.
+
+    `of_model` is what the model's own config says.
+    """
+    given = engine_args.get("max_model_len")
+    try:
+        length = -1 if given is None else int(given)
+    except (TypeError, ValueError):
+        # vLLM reads texts such as 8k, too.
+        return None
+    if length > 0:
+        return length
+    return None if of_model is None else int(of_model)
+
+
 def fit_of(folder: Path, engine_args: dict[str, Any], dtype: str, block_size: int) -> Fit:
     """Read a folder of weights.
 
@@ -77,7 +93,7 @@ def fit_of(folder: Path, engine_args: dict[str, Any], dtype: str, block_size: in
     width = _BYTES.get(asked, 2)
     per_token, formula = _kv_per_token(config, _kv_width(engine_args, width))
     longest = config.get("max_position_embeddings")
-    length = int(engine_args.get("max_model_len") or longest or 0)
+    length = longest_sequence(engine_args, longest) or 0
     if length <= 0:
         # vLLM then finds out itself.
         length = int(longest or 0)

@@ -89,23 +89,39 @@ class ModelPlan:
 
 
 def plan_models(
-    session: Session, cursor: Any, models: Iterable[Model], folder: Path, limit: int | None
+    session: Session,
+    cursor: Any,
+    models: Iterable[Model],
+    folder: Path,
+    limit: int | None = None,
+    mode: Mode = Mode.GENERATE,
+    refresh: bool = False,
 ) -> list[ModelPlan]:
     """Plan models in the order of a run; those that call no LLM are left out.
 
-    `folder` takes the requests while they are counted, `limit` is `llm_limit`.
+    `folder` takes the requests while they are counted; the others are the dbt variables.
     """
-    planner = _Planner(session, cursor, folder, limit)
+    planner = _Planner(session, cursor, folder, limit, mode, refresh)
     plans = [planner.plan(model) for model in models]
     return [plan for plan in plans if plan is not None]
 
 
 class _Planner:
-    def __init__(self, session: Session, cursor: Any, folder: Path, limit: int | None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        cursor: Any,
+        folder: Path,
+        limit: int | None,
+        mode: Mode,
+        refresh: bool,
+    ) -> None:
         self._session = session
         self._cursor = cursor
         self._folder = folder
         self._limit = limit
+        self._mode = mode
+        self._refresh = refresh
         self._asked: list[RequestFile] = []
         self._changing: set[str] = set()
         self._generations = read_table(cursor, session.store, GENERATIONS)
@@ -158,7 +174,12 @@ class _Planner:
                 f"drop table temp.main.{_TABLE}",
             )
             build = asked_after_limit(cursor, build, resolution, plan.warnings.append)
-            snapshot = show_answers(cursor, session.store, lasting(), resolution.calls)
+            snapshot = show_answers(
+                cursor,
+                session.store,
+                "false" if self._refresh else lasting(),
+                resolution.calls,
+            )
             cursor.execute(f"set variable {functions.COUNT_VARIABLE} = true")
             cursor.execute(build.statement).fetchall()
             if resolution.error is not None:
@@ -240,13 +261,18 @@ class _Planner:
         ]
 
     def _warn(self, model: Model, plan: ModelPlan, files: list[RequestFile]) -> None:
+        if plan.to_ask and self._mode is not Mode.GENERATE:
+            then = "fails" if self._mode is Mode.CACHED else "has NULL for them"
+            plan.warnings.append(
+                f"llm_mode is {self._mode.value}: a run asks none of these prompts, and {then}"
+            )
         for call in plan.calls:
             if plan.to_ask and not call.stored and not call.to_ask:
                 plan.warnings.append(
                     f"a call of {call.llm} ({call.kind}) has no prompts yet; where they depend on "
                     "the answers to another call, the run asks for them later, beyond this plan"
                 )
-            if call.stored or not call.to_ask:
+            if call.stored or not call.to_ask or self._refresh:
                 continue
             before = sql.scalar(
                 self._cursor,

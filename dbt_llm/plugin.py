@@ -147,18 +147,17 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         request["statement"] = statement if summary is None else "select 1"
 
     def _resolve_python(self, cursor: Any, build: Build, options: dict[str, Any]) -> None:
-        flags = get_flags()
-        variables = flags.VARS or {}
-        mode = options["mode"] or variables.get("llm_mode", "generate")
         with _as_dbt_error():
+            variables = read_variables()
+            mode = _mode(options["mode"]) if options["mode"] else variables.mode
             summary = self._build(
                 cursor,
                 build,
                 node_id=options["node_id"] or "python model",
-                mode=Mode.NULL if flags.EMPTY else _mode(mode),
-                refresh=_is_true(variables.get("llm_refresh", False)),
-                limit=_limit(variables.get("llm_limit")),
-                max_cost_usd=_max_cost(variables.get("llm_max_cost_usd")),
+                mode=Mode.NULL if get_flags().EMPTY else mode,
+                refresh=variables.refresh,
+                limit=variables.limit,
+                max_cost_usd=variables.max_cost_usd,
             )
         if summary is None:
             cursor.execute(build.statement)
@@ -286,6 +285,34 @@ def _check_version(package_version: str) -> None:
             f"The dbt package dbt_llm has version {package_version}, the Python package dbt-llm "
             f"{__version__}. Install the same version of both, then run dbt deps."
         )
+
+
+@dataclass(frozen=True)
+class Variables:
+    """The dbt variables of the package, checked."""
+
+    mode: Mode
+    refresh: bool
+    limit: int | None
+    max_cost_usd: float | None
+
+
+def read_variables() -> Variables:
+    """Read them outside of Jinja: of the command line, else of dbt_project.yml.
+
+    Raises:
+        ConfigError: one has a wrong value.
+    """
+    runtime = get_adapter_by_type("duckdb").config
+    of_project = runtime.vars.to_dict()
+    own = of_project.get(runtime.project_name)
+    found = {**of_project, **(own if isinstance(own, dict) else {}), **(get_flags().VARS or {})}
+    return Variables(
+        mode=_mode(found.get("llm_mode", "generate")),
+        refresh=_is_true(found.get("llm_refresh", False)),
+        limit=_limit(found.get("llm_limit")),
+        max_cost_usd=_max_cost(found.get("llm_max_cost_usd")),
+    )
 
 
 def _mode(value: Any) -> Mode:

@@ -28,7 +28,12 @@ class Progress:
     def __call__(self, result: JobResult) -> None:
         """Show the state of the job."""
         if self._terminal is not None:
-            self._terminal.show(self._name, _words(result), result.heard.rows, result.asked)
+            try:
+                done = result.heard.rows
+                self._terminal.show(self, self._name, _words(result), done, result.asked)
+            except Exception as error:
+                # A terminal that is gone is no reason to stop.
+                self._give_up(error)
         elif time.monotonic() - self._started >= self._next_line_s():
             self._lines += 1
             self._log(f"llm: {self._name}: {_words(result)}")
@@ -36,7 +41,14 @@ class Progress:
     def close(self) -> None:
         """Take the line away."""
         if self._terminal is not None:
-            self._terminal.remove(self._name)
+            try:
+                self._terminal.remove(self)
+            except Exception as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._terminal = None
+        self._log(f"llm: {self._name}: the terminal takes no lines that move ({error})")
 
     def _next_line_s(self) -> float:
         if self._lines < len(_LOG_AFTER_S):

@@ -3,6 +3,7 @@
 The YAML is only parsed to find where a line belongs, so comments, order and style stay as they are.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,13 +55,20 @@ def set_up(project: Path, package: Path) -> tuple[list[Change], str]:
     path = project / "dbt_project.yml"
     if not path.is_file():
         raise ConfigError(f"{path} is not there. Run this in a dbt project, or give --project-dir.")
-    text = path.read_text(encoding="utf-8")
-    _compose(path, text)
+    text = _read(path)
+    root = _compose(path, text)
     content = yaml.safe_load(text) or {}
     name = content.get("name")
     if not name:
         raise ConfigError(f"{path} has no name.")
+    if root.flow_style or root.start_mark.column:
+        raise ConfigError(
+            f"{path} is written in another way than others. Put this into it by hand:\n"
+            f"dispatch:\n  - macro_namespace: dbt\n    search_order: {_order(str(name))}"
+        )
     changes = [_dispatch(path, str(name)), _packages(project, package)]
+    for change in changes:
+        _check(change)
     return changes, PROFILE.format(profile=content.get("profile", name))
 
 
@@ -68,11 +76,33 @@ def write(changes: list[Change]) -> None:
     """Write the files that change."""
     for change in changes:
         if change.text is not None:
-            change.path.write_text(change.text, encoding="utf-8")
+            change.path.write_text(change.text, encoding="utf-8", newline="")
+
+
+def _read(path: Path) -> str:
+    """Read a file; its ends of lines stay what they are."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return file.read()
+
+
+def _check(change: Change) -> None:
+    """Refuse a change that would touch more than it should."""
+    if change.text is None:
+        return
+    before = yaml.safe_load(_read(change.path)) if change.path.is_file() else None
+    after = yaml.safe_load(change.text)
+    for content in (before or {}, after):
+        content.pop("dispatch", None)
+        content.pop("packages", None)
+    if after != (before or {}):
+        raise ConfigError(
+            f"{change.path} is written in another way than others, and cannot be changed without "
+            f"harm. By hand: {change.words}; see docs/command-line.md."
+        )
 
 
 def _dispatch(path: Path, name: str) -> Change:
-    text = path.read_text(encoding="utf-8")
+    text = _read(path)
     found = _value(_compose(path, text), "dispatch")
     if found is None:
         block = (
@@ -81,7 +111,7 @@ def _dispatch(path: Path, name: str) -> Change:
             "  - macro_namespace: dbt\n"
             f"    search_order: {_order(name)}\n"
         )
-        return Change(path, "the dispatch block is added at its end", _ended(text) + block)
+        return Change(path, "the dispatch block is added at its end", _appended(text, block))
     for entry in found.value:
         if _plain(entry, "macro_namespace") != "dbt":
             continue
@@ -106,22 +136,28 @@ def _dispatch(path: Path, name: str) -> Change:
 
 
 def _order(name: str) -> str:
-    return f"['{name}', 'dbt_llm', 'dbt']"
+    return f"[{_quoted(name)}, 'dbt_llm', 'dbt']"
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
 
 
 def _packages(project: Path, package: Path) -> Change:
-    entry = f"local: '{package}'"
+    entry = f"local: {_quoted(str(package))}"
     names = ("packages.yml", "dependencies.yml")
     for path in (project / name for name in names):
         if not path.is_file():
             continue
-        text = path.read_text(encoding="utf-8")
+        text = _read(path)
         found = _value(_compose(path, text), "packages")
-        if found is None or not found.value:
+        if found is None:
             continue
+        if not found.value:
+            raise ConfigError(f"{path} has an empty list of packages. Put {{{entry}}} into it.")
         for known in found.value:
             where = str(_plain(known, "local") or _plain(known, "git") or "")
-            if where == str(package) or "dbt-llm" in where or "dbt_llm" in where:
+            if where == str(package) or _names_it(where):
                 return Change(path, f"the package is there already ({where})")
         first = found.value[0].start_mark
         if found.flow_style:
@@ -130,9 +166,14 @@ def _packages(project: Path, package: Path) -> Change:
         line = " " * dash + f"- {entry}"
         return Change(path, "the package is added", _insert_line(text, first.line, line))
     path = project / "packages.yml"
-    before = path.read_text(encoding="utf-8") if path.is_file() else ""
-    kept = _ended(before) if before.strip() and "packages:" not in before else ""
-    return Change(path, "is written", f"{kept}packages:\n  - {entry}\n")
+    before = _read(path) if path.is_file() else ""
+    return Change(path, "is written", _appended(before, f"packages:\n  - {entry}\n"))
+
+
+def _names_it(where: str) -> bool:
+    """Tell whether a folder or an address is that of a copy of this package."""
+    last = where.rstrip("/").removesuffix("/include").removesuffix(".git")
+    return re.split(r"[/:]", last)[-1] in {"dbt-llm", "dbt_llm"}
 
 
 def _compose(path: Path, text: str) -> Any:
@@ -167,8 +208,17 @@ def _before(text: str, order: Any, item: Any) -> str:
 
 def _insert_line(text: str, number: int, line: str) -> str:
     lines = text.split("\n")
-    return "\n".join([*lines[:number], line, *lines[number:]])
+    added = line.replace("\n", _end_of_line(text))
+    if _end_of_line(text) == "\r\n":
+        added += "\r"
+    return "\n".join([*lines[:number], added, *lines[number:]])
 
 
-def _ended(text: str) -> str:
-    return text if not text or text.endswith("\n") else text + "\n"
+def _appended(text: str, block: str) -> str:
+    end = _end_of_line(text)
+    gap = "" if not text or text.endswith("\n") else end
+    return text + gap + block.replace("\n", end)
+
+
+def _end_of_line(text: str) -> str:
+    return "\r\n" if "\r\n" in text else "\n"

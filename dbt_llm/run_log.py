@@ -20,25 +20,47 @@ _TRIES = 20
 _MOST_RETRIES = 100
 
 
-# Runs that were killed have answers and no row; so have those that are under way.
+# Runs that were killed have answers and no row; so have those that are under way. Where a run could
+# not commit some of its answers, a later one took them in.
 _UNFINISHED = """
     select
-        run_id, any_value(node_id) as node_id, any_value(invocation_id) as invocation_id,
-        any_value(trace_id) as trace_id, 'unfinished' as status, min(created_at) as started_at,
-        count(*) as asked, count(*) filter (status = 'ok') as generated,
-        count(*) filter (status = 'error') as failed,
-        coalesce(to_json(histogram(error_code) filter (status = 'error')), '{{}}')::varchar
-            as errors,
-        coalesce(sum(prompt_tokens) filter (completion_tokens is not null), 0)::bigint
-            as prompt_tokens,
-        coalesce(sum(completion_tokens), 0)::bigint as completion_tokens,
-        sum(cost_usd) as cost_usd, string_agg(distinct llm, ', ' order by llm) as llm,
-        string_agg(distinct model, ', ' order by model) as model,
-        string_agg(distinct engine, ', ' order by engine) as engine,
-        string_agg(distinct engine_version, ', ' order by engine_version) as engine_version,
-        any_value(pipeline_version) as pipeline_version, any_value(git_sha) as git_sha
-    from {generations} anti join {runs} using (run_id)
-    group by run_id"""
+        stored.* replace (
+            stored.asked - coalesce(logged.asked, 0) as asked,
+            stored.generated - coalesce(logged.generated, 0) as generated,
+            stored.failed - coalesce(logged.failed, 0) as failed,
+            case when logged.run_id is null then stored.errors else '{{}}' end as errors,
+            stored.prompt_tokens - coalesce(logged.prompt_tokens, 0) as prompt_tokens,
+            stored.completion_tokens - coalesce(logged.completion_tokens, 0) as completion_tokens,
+            stored.cost_usd - coalesce(logged.cost_usd, 0) as cost_usd
+        )
+    from (
+        select
+            run_id, any_value(node_id) as node_id, any_value(invocation_id) as invocation_id,
+            any_value(trace_id) as trace_id, 'unfinished' as status, min(created_at) as started_at,
+            count(*) as asked, count(*) filter (status = 'ok') as generated,
+            count(*) filter (status = 'error') as failed,
+            coalesce(to_json(histogram(error_code) filter (status = 'error')), '{{}}')::varchar
+                as errors,
+            coalesce(sum(prompt_tokens) filter (completion_tokens is not null), 0)::bigint
+                as prompt_tokens,
+            coalesce(sum(completion_tokens), 0)::bigint as completion_tokens,
+            sum(cost_usd) as cost_usd, string_agg(distinct llm, ', ' order by llm) as llm,
+            string_agg(distinct model, ', ' order by model) as model,
+            string_agg(distinct engine, ', ' order by engine) as engine,
+            string_agg(distinct engine_version, ', ' order by engine_version) as engine_version,
+            any_value(pipeline_version) as pipeline_version, any_value(git_sha) as git_sha
+        from {generations}
+        group by run_id
+    ) as stored
+    left join (
+        select
+            run_id, sum(generated + failed)::bigint as asked, sum(generated)::bigint as generated,
+            sum(failed)::bigint as failed, sum(prompt_tokens)::bigint as prompt_tokens,
+            sum(completion_tokens)::bigint as completion_tokens, sum(cost_usd) as cost_usd
+        from {runs}
+        group by run_id
+    ) as logged using (run_id)
+    where stored.asked > coalesce(logged.asked, 0)"""
 
 
 def all_runs(runs: str, generations: str) -> str:
@@ -86,6 +108,7 @@ class RunLog:
         from deltalake.exceptions import DeltaError
 
         for attempt in range(_TRIES):
+            existed = (self.table.folder / "_delta_log").is_dir()
             try:
                 write_deltalake(
                     str(self.table.folder),
@@ -97,8 +120,8 @@ class RunLog:
                     commit_properties=CommitProperties(max_commit_retries=_MOST_RETRIES),
                 )
             except DeltaError:
-                # Others may have created the table just now.
-                if attempt == _TRIES - 1:
+                # Others may have created the table just now. Otherwise the row may be written.
+                if existed or attempt == _TRIES - 1:
                     raise
                 time.sleep(min(0.01 * 2**attempt, 0.5))
             else:

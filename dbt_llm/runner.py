@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dbt_llm.budget import Account, Amount, Meter
+from dbt_llm.budget import Account, Amount, Limit, Meter
 from dbt_llm.config import Config, LLMConfig, OpenAILLM
 from dbt_llm.errors import BudgetError, CancelledError
 from dbt_llm.files import file_name, write_private
@@ -105,24 +105,31 @@ class Runner:
         by_llm: dict[str, list[RequestFile]] = {}
         for file in files:
             by_llm.setdefault(file.call.llm, []).append(file)
-        self._check_budget(by_llm)
-        return [self._run_one(llm, own) for llm, own in sorted(by_llm.items())]
+        meters = self._open_meters(by_llm)
+        try:
+            return [self._run_one(llm, own, meters[llm]) for llm, own in sorted(by_llm.items())]
+        finally:
+            for meter in meters.values():
+                meter.close()
 
-    def _check_budget(self, by_llm: "dict[str, list[RequestFile]]") -> None:
+    def _open_meters(self, by_llm: "dict[str, list[RequestFile]]") -> dict[str, Meter]:
         """Refuse what is over the budget before the first request, where the profile says so."""
-        if self._config.budget.on_exceeded == "partial":
-            return
+        rows = {llm: sum(file.rows for file in files) for llm, files in by_llm.items()}
         amounts = {llm: self._expected(llm, files) for llm, files in by_llm.items()}
-        limit = self._account.exceeded(amounts)
-        if limit is not None:
+        meters = self._account.open(
+            {llm: (amount * (1 / rows[llm]), rows[llm]) for llm, amount in amounts.items()},
+            claim=self._config.budget.on_exceeded == "error",
+        )
+        if isinstance(meters, Limit):
             total = sum(amounts.values(), Amount())
             raise BudgetError(
                 f"{self._run.name} would ask {total.requests:,.0f} requests, of about "
                 f"{total.tokens:,.0f} tokens and {total.cost_usd:,.4f} USD, and the budget is "
-                f"{limit} in this run. Nothing was asked for it. Raise the budget, set "
-                "budget.on_exceeded to partial to ask as much as it allows, or try the model "
-                "with llm_limit."
+                f"{meters} or claimed by other models in this run. Nothing was asked for it. Raise "
+                "the budget, set budget.on_exceeded to partial to ask as much as it allows, or try "
+                "the model with llm_limit."
             )
+        return meters
 
     def _expected(self, llm: str, files: "list[RequestFile]") -> Amount:
         price = self._config.llms[llm].price
@@ -147,7 +154,7 @@ class Runner:
             "target": run.target,
         }
 
-    def _run_one(self, llm: str, files: "list[RequestFile]") -> JobResult:
+    def _run_one(self, llm: str, files: "list[RequestFile]", meter: Meter) -> JobResult:
         from dbt_llm.job import run_job
 
         secrets = self._config.llms[llm].secrets()
@@ -162,9 +169,8 @@ class Runner:
         )
         result = JobResult(asked=spec.rows)
         self.jobs.append((spec.provenance, result))
-        meter = Meter(self._account, llm, self._expected(llm, files) * (1 / spec.rows))
         try:
-            if self._account.reached(llm) is None:
+            if meter.used_up() is None:
                 run_job(spec, secrets, self._store, self._cancelled, progress, result, meter)
             else:
                 result.left_out = spec.rows
@@ -173,18 +179,19 @@ class Runner:
             self._output.warn(f"llm: {self._run.name}: {error}")
             raise
         finally:
+            limit = meter.used_up()
+            meter.close(Amount(result.answered, result.tokens, result.cost_usd))
             progress.close()
-            meter.close(result.tokens, result.cost_usd)
         if result.left_out:
-            self._tell_left_out(llm, result)
+            self._tell_left_out(result, limit)
         for line in failure_lines(self._run.name, result):
             self._output.warn(line)
         return result
 
-    def _tell_left_out(self, llm: str, result: JobResult) -> None:
+    def _tell_left_out(self, result: JobResult, limit: Limit | None) -> None:
         words = (
             f"{result.left_out:,} of {result.asked:,} prompts were not asked, because "
-            f"{self._account.reached(llm) or 'the budget is used up'} in this run"
+            f"{limit or 'the budget is used up'} in this run"
         )
         if self._config.budget.on_exceeded == "error":
             raise BudgetError(
@@ -192,7 +199,8 @@ class Runner:
                 "the next run asks for the rest."
             )
         self._output.warn(
-            f"llm: {self._run.name}: {words}; they are NULL, and the next run asks for them"
+            f"llm: {self._run.name}: {words}; the next run asks for them, and until then they are "
+            "NULL or what they were"
         )
 
     def _spec(self, llm: str, files: "list[RequestFile]") -> JobSpec:

@@ -12,7 +12,6 @@ from typing import Any
 from dbt_llm.budget import Account
 from dbt_llm.collector import Collector, Mode
 from dbt_llm.config import Config
-from dbt_llm.errors import StoreError
 from dbt_llm.functions import register_functions, register_macros
 from dbt_llm.in_flight import InFlight
 from dbt_llm.lookup import newest_us, show_store
@@ -99,9 +98,8 @@ class Session:
         summary: Summary | None,
         failure: BaseException | None,
     ) -> None:
-        row = run_row(runner.origin(), runner.jobs, summary, started, failure)
         try:
-            self.run_log.append(row)
-        except StoreError as error:
+            self.run_log.append(run_row(runner.origin(), runner.jobs, summary, started, failure))
+        except Exception as error:
             # The answers are stored; a model does not fail for its log.
-            output.warn(f"llm: {row['node_id']}: {error}")
+            output.warn(f"llm: {runner.origin()['node_id']}: {error}")

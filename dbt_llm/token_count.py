@@ -12,6 +12,7 @@ from dbt_llm.call import Call
 from dbt_llm.chat_template import ChatTemplate, read_template
 from dbt_llm.config import LLMConfig, VllmLLM
 from dbt_llm.errors import EngineError
+from dbt_llm.memory_fit import longest_sequence
 from dbt_llm.spool import RequestFile
 
 _COUNTED_ROWS = 2_000
@@ -50,7 +51,11 @@ class TokenCounter:
         ).fetchall()
         counts = [self._count(file.call, prompt) for prompt, _ in sample]
         most = self.most or math.inf
-        read = [tokens if tokens < most else (most if cut else 0) for tokens in counts]
+        read = [tokens if tokens < most else 0 for tokens in counts]
+        if cut:
+            # Room for the answer is left.
+            answer = file.call.content.get("sampling", {}).get("max_tokens", 1)
+            read = [min(tokens, most - answer) for tokens in counts]
         # A sample may have other lengths than all have.
         mean_bytes = sample[0][1]
         sample_bytes = sum(len(prompt.encode()) for prompt, _ in sample) / len(sample)
@@ -81,12 +86,11 @@ def token_counter(llm: LLMConfig) -> TokenCounter | None:
         )
     except (OSError, ValueError, ImportError):
         return None
-    most = arguments.get("max_model_len")
-    if most is None:
-        with suppress(OSError, ValueError):
-            config, _ = PretrainedConfig.get_config_dict(source, local_files_only=True)
-            most = config.get("max_position_embeddings")
-    return TokenCounter(_count(llm, tokenizer), None if most is None else int(most))
+    of_model = None
+    with suppress(OSError, ValueError):
+        config, _ = PretrainedConfig.get_config_dict(source, local_files_only=True)
+        of_model = config.get("max_position_embeddings")
+    return TokenCounter(_count(llm, tokenizer), longest_sequence(arguments, of_model))
 
 
 def _count(llm: VllmLLM, tokenizer: Any) -> Count:

@@ -1,5 +1,7 @@
 """A throwaway dbt project for tests, run in this process or in one of its own."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -100,6 +102,22 @@ class Project:
         if result.exception is not None:
             lines.append(str(result.exception))
         return Outcome(bool(result.success), "\n".join(lines), statuses)
+
+    def dbt_llm(self, *arguments: str) -> tuple[int, str]:
+        """Run the command `dbt-llm` in this process; return its code and what it printed."""
+        from dbt_llm.cli import main
+
+        self._prepare()
+        before = Path.cwd()
+        os.chdir(self.folder)
+        printed, errors = io.StringIO(), io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+                code = main(list(arguments))
+        finally:
+            os.chdir(before)
+            _close_database()
+        return code, printed.getvalue() if code == 0 else errors.getvalue()
 
     def command(self, *arguments: str, **variables: Any) -> list[str]:
         """Return the command line that runs dbt in a process of its own."""

@@ -66,7 +66,9 @@ def test_a_partial_budget_of_requests_asks_exactly_so_many_and_the_next_runs_the
         assert project.query("select count(r), count(*) from answers") == [(asked, ROWS)]
         words = f"{left:,} of {left + 400:,} prompts were not asked, because budget.max_requests"
         assert (words in outcome.log) is (left > 0)
-    assert project.query("select count(*) from answers where r = made_up(r)") == [(0,)]
+    assert project.query(
+        "select count(*) from answers where r <> made_up('prompt ' || lpad(i::varchar, 4, '0'))"
+    ) == [(0,)]
 
 
 @pytest.mark.parametrize("budget", [{"max_tokens": 400 * TOKENS}, {"max_cost_usd": 400.0 * TOKENS}])
@@ -88,6 +90,35 @@ def test_a_budget_holds_over_all_models_of_a_run(project: Project) -> None:
     outcome = run(project, {"max_requests": 500, "on_exceeded": "partial"})
     assert outcome.success, outcome.log
     assert stored(project) == 500
+
+
+def test_of_two_models_at_a_time_one_is_refused_where_both_do_not_fit(project: Project) -> None:
+    project.llms["default"]["latency_s"] = 0.05
+    project.model("b", "select llm_generate('b' || i, max_tokens := 5) as r from range(1000) t(i)")
+    outcome = run(project, {"max_requests": 1500})
+    assert sorted(outcome.statuses.values()) == ["error", "success"], outcome.log
+    assert "Nothing was asked for it." in outcome.log
+    assert stored(project) == 1000
+
+
+def test_a_model_waits_for_what_another_one_has_only_reserved(project: Project) -> None:
+    # 512 tokens are expected of an answer, which takes six.
+    project.llms["default"] |= {"latency_s": 0.02, "concurrency": 300}
+    for name in ("answers", "b", "c"):
+        project.model(name, f"select llm_generate('{name}' || i) as r from range(300) t(i)")
+    outcome = run(project, {"max_tokens": 200_000, "on_exceeded": "partial"})
+    assert outcome.success, outcome.log
+    assert stored(project) == 900
+
+
+def test_an_engine_that_dies_does_not_use_the_budget_up(project: Project) -> None:
+    project.llms["default"]["rules"] = [{"contains": "0500", "death": "process"}]
+    project.llms["default"] |= {"latency_s": 0.05, "concurrency": 200}
+    outcome = run(project, {"max_requests": ROWS, "on_exceeded": "partial"})
+    assert outcome.success, outcome.log
+    assert "were not asked" not in outcome.log
+    codes = project.generations("error_code, count(*)", "true group by error_code order by 2")
+    assert codes == [("engine_died", 1), (None, ROWS - 1)]
 
 
 def test_a_budget_of_an_llm_holds_for_it_alone(project: Project) -> None:

@@ -44,9 +44,9 @@ def command(project: Project, *arguments: str) -> "subprocess.CompletedProcess[s
 
 def plan(project: Project, *arguments: str) -> dict[str, dict[str, Any]]:
     """Return the plans by the names of their models."""
-    done = command(project, "--json", *arguments)
-    assert done.returncode == 0, done.stderr
-    return {node_name(entry["node_id"]): entry for entry in json.loads(done.stdout)}
+    code, text = project.dbt_llm("plan", "--json", *arguments)
+    assert code == 0, text
+    return {node_name(entry["node_id"]): entry for entry in json.loads(text)}
 
 
 def numbers(entry: dict[str, Any]) -> list[tuple[str, int, int]]:
@@ -212,3 +212,30 @@ models:
     assert numbers(entry) == [("other", 0, 60)]
     project.dbt("test")
     assert numbers(plan(project)["a_is_good"]) == [("other", 60, 0)]
+
+
+def test_the_variables_of_a_run_are_those_of_its_plan(project: Project) -> None:
+    assert project.dbt("run").success
+    assert numbers(plan(project)["answers"]) == [("default", 60, 0), ("other", 60, 0)]
+    again = plan(project, "--vars", "{llm_refresh: true, llm_limit: '100'}")["answers"]
+    assert sum(to_ask for _, _, to_ask in numbers(again)) == 100
+    text = (project.folder / "dbt_project.yml").read_text()
+    project.write("dbt_project.yml", text + "vars: {my_project: {llm_refresh: true}}\n")
+    assert numbers(plan(project)["answers"]) == [("default", 0, 60), ("other", 0, 60)]
+    cached = plan(project, "--vars", "{llm_mode: cached}")["answers"]
+    assert cached["warnings"] == ["llm_mode is cached: a run asks none of these prompts, and fails"]
+    done = command(project, "--vars", "{llm_limit: many}")
+    assert done.returncode == 1
+    assert done.stderr.startswith("dbt-llm: The dbt variable llm_limit is 'many'")
+
+
+def test_answers_that_change_far_upstream_are_warned_of(project: Project) -> None:
+    project.model("between", "select i, a from {{ ref('answers') }}", materialized="view")
+    project.model("last", "select llm_generate(a) as r from {{ ref('between') }}")
+    assert project.dbt("run").success
+    project.model(
+        "answers",
+        "select i, llm_generate(w || '!') as a, null::varchar as b from {{ ref('words') }}",
+    )
+    (warning,) = plan(project)["last"]["warnings"]
+    assert warning.startswith("it reads answers, whose answers the run asks first")

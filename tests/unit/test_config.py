@@ -292,3 +292,11 @@ def test_numbers_of_an_endpoint_are_positive():
         "llms.default.max_concurrency: input should be greater than 0 (got 0)",
         "llms.default.embedding_batch: input should be greater than 0 (got 0)",
     ]
+
+
+def test_a_budget_in_dollars_needs_a_price():
+    assert openai_problems(budget={"max_cost_usd": 5}) == [
+        "llms.default: has budget.max_cost_usd and no price, so it would never be reached"
+    ]
+    priced = openai_llm(budget={"max_cost_usd": 5}, price={"prompt": 1})
+    assert priced.budget.max_cost_usd == 5

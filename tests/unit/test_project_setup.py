@@ -52,6 +52,61 @@ def test_a_plain_project_gets_the_block_and_the_package(project):
     assert list(yaml.safe_load(profile)) == ["shop_profile"]
 
 
+def test_ends_of_lines_stay_what_they_are(project):
+    folder = project()
+    for name, text in (("dbt_project", PLAIN), ("packages", "packages:\n  - package: a/b\n")):
+        (folder / f"{name}.yml").write_bytes(text.replace("\n", "\r\n").encode())
+    after(folder)
+    for name in ("dbt_project", "packages"):
+        written = (folder / f"{name}.yml").read_bytes()
+        assert written.count(b"\r\n") == written.count(b"\n") > 2
+        assert "dbt_llm" in str(yaml.safe_load(written))
+
+
+def test_a_list_of_packages_that_is_a_comment_stays(project):
+    before = "# packages:\n#   - package: dbt-labs/dbt_utils\n"
+    _, packages, _ = after(project(packages=before))
+    assert packages.startswith(before)
+    assert yaml.safe_load(packages) == {"packages": [{"local": "/opt/dbt_llm/include"}]}
+
+
+def test_a_folder_with_an_apostrophe(project):
+    folder = project()
+    changes, _ = set_up(folder, PACKAGE)
+    write(changes)
+    written = yaml.safe_load((folder / "packages.yml").read_text())
+    assert written == {"packages": [{"local": str(PACKAGE)}]}
+
+
+@pytest.mark.parametrize(
+    ("where", "known"),
+    [
+        ("/home/me/dbt-llm", True),
+        ("../dbt_llm/include", True),
+        ("https://example.com/x/dbt-llm.git", True),
+        ("/home/me/dbt-llm-demo/shared", False),
+    ],
+)
+def test_a_package_is_known_by_its_name(project, where, known):
+    folder = project(packages=f"packages:\n  - local: {where}\n")
+    _, packages, _ = after(folder)
+    assert len(yaml.safe_load(packages)["packages"]) == (1 if known else 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "packages"),
+    [
+        ("{name: shop, profile: shop}\n", None),
+        ("  name: shop\n  profile: shop\n", None),
+        (PLAIN, "packages: []  # none yet\n"),
+    ],
+)
+def test_what_cannot_be_changed_without_harm_is_left_alone(project, text, packages):
+    folder = project(text, packages)
+    with pytest.raises(ConfigError, match=r"by hand|Put"):
+        set_up(folder, PACKAGE)
+
+
 def test_a_second_time_changes_nothing(project):
     folder = project()
     first = after(folder)
