@@ -4,8 +4,8 @@ PYTHON ?= python3
 PY := $(VENV)/bin/python
 WEIGHTS := example_project/weights/SmolLM2-135M-Instruct
 DUCKDB2 := $(VENV)/duckdb-2
-# What is sent to endpoints does not depend on the version of DuckDB, so these run once.
-HTTP_TESTS := *test_endpoint* *test_engine_* *test_throttle*
+# What is sent to endpoints and shown on a terminal does not depend on the version of DuckDB, so these run once.
+RUN_ONCE := *test_endpoint* *test_engine_* *test_throttle* *test_terminal* *test_command_line* *test_doctor*
 
 .PHONY: demo test test-fast faults check format bench install weights clean
 
@@ -14,7 +14,7 @@ demo: install weights  ## Run the example project against a real LLM, twice.
 
 test: install weights $(DUCKDB2)  ## All tests; the functional ones on DuckDB 1.5 and on 2.0.
 	$(PY) -m pytest -n 2 tests/unit tests/functional
-	PYTHONPATH=$(abspath $(DUCKDB2)) $(PY) -m pytest -n 2 tests/unit tests/functional $(HTTP_TESTS:%=--ignore-glob=%)
+	PYTHONPATH=$(abspath $(DUCKDB2)) $(PY) -m pytest -n 2 tests/unit tests/functional $(RUN_ONCE:%=--ignore-glob=%)
 	$(PY) -m pytest tests/faults tests/e2e
 
 faults: install weights  ## The long fault campaign: 100 kills, and what takes gigabytes. An hour.
