@@ -17,6 +17,9 @@
 A failed row is not an exception: it is a generation with status `error`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class DbtLLMError(Exception):
     """The base of all errors of this package; the text says what happened and what to do."""
@@ -68,3 +71,17 @@ class TooManyErrorsError(DbtLLMError):
 
 class CancelledError(DbtLLMError):
     """The run was interrupted; what was answered before is stored."""
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise the panics of libraries in Rust, such as delta-rs, as errors.
+
+    They are no `Exception`, so they would end dbt's thread, and dbt would wait for it for ever.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ == "pyo3_runtime":
+            raise DbtLLMError(f"A library failed, which is a fault of its own: {error}") from error
+        raise

@@ -36,7 +36,7 @@ from dbt_common.invocation import get_invocation_id
 from dbt_llm import python_models
 from dbt_llm.collector import Mode
 from dbt_llm.config import load_config
-from dbt_llm.errors import CallError, ConfigError, DbtLLMError, UnresolvedError
+from dbt_llm.errors import CallError, ConfigError, DbtLLMError, UnresolvedError, panics_as_errors
 from dbt_llm.lookup import read_table
 from dbt_llm.record import write_answers
 from dbt_llm.resolve_loop import Build, Settings, Summary, plan_query
@@ -250,7 +250,8 @@ def _missing_outside(rows: int) -> None:
 def _as_dbt_error() -> Iterator[None]:
     """dbt shows the text of its own errors; others it shows as a traceback."""
     try:
-        yield
+        with panics_as_errors():
+            yield
     except (DbtLLMError, duckdb.Error) as error:
         raise DbtRuntimeError(str(error)) from error
 

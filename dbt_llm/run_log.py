@@ -5,6 +5,7 @@ import os
 import time
 import uuid
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dbt_llm.config import StoreConfig
@@ -94,40 +95,52 @@ class RunLog:
         rows = pa.Table.from_pylist([row], RUNS)
         try:
             self.table.folder.mkdir(parents=True, exist_ok=True)
+            path = self._write_file(rows)
             if self._delta:
-                self._commit(rows)
-            else:
-                self._write_file(rows)
+                self._commit(path)
         except (DeltaError, OSError) as error:
             raise StoreError(
                 f"The run log {self.table.folder} cannot be written: {error}"
             ) from error
 
-    def _commit(self, rows: Any) -> None:
-        from deltalake import CommitProperties, write_deltalake
-        from deltalake.exceptions import DeltaError
+    def _commit(self, path: Path) -> None:
+        """Add a file to the table; to add it twice changes nothing."""
+        from deltalake import DeltaTable
+        from deltalake.exceptions import CommitFailedError
+        from deltalake.transaction import AddAction, CommitProperties
 
+        from dbt_llm.schema import RUNS
+
+        # write_deltalake() panics where the folder has some odd name.
+        folder = str(self.table.folder)
+        if not DeltaTable.is_deltatable(folder):
+            DeltaTable.create(
+                folder,
+                RUNS,
+                mode="ignore",
+                name="runs",
+                description="What runs of dbt-llm asked, one row per node and run.",
+            )
+        table = DeltaTable(folder)
+        size, now = path.stat().st_size, int(time.time() * 1000)
+        action = AddAction(path.name, size, {}, now, True, json.dumps({"numRecords": 1}))
         for attempt in range(_TRIES):
-            existed = (self.table.folder / "_delta_log").is_dir()
             try:
-                write_deltalake(
-                    str(self.table.folder),
-                    rows,
-                    mode="append",
-                    schema_mode="merge",
-                    name="runs",
-                    description="What runs of dbt-llm asked, one row per node and run.",
+                table.create_write_transaction(
+                    [action],
+                    "append",
+                    RUNS,
                     commit_properties=CommitProperties(max_commit_retries=_MOST_RETRIES),
                 )
-            except DeltaError:
-                # Others may have created the table just now. Otherwise the row may be written.
-                if existed or attempt == _TRIES - 1:
+            except CommitFailedError:
+                if attempt == _TRIES - 1:
                     raise
                 time.sleep(min(0.01 * 2**attempt, 0.5))
+                table.update_incremental()
             else:
                 return
 
-    def _write_file(self, rows: Any) -> None:
+    def _write_file(self, rows: Any) -> Path:
         import pyarrow.parquet as pq
 
         name = f"{time.time_ns():020d}-{uuid.uuid4().hex}"
@@ -137,7 +150,7 @@ class RunLog:
                 pq.write_table(rows, file)
                 file.flush()
                 os.fsync(file.fileno())
-            hidden.rename(self.table.folder / f"part-{name}.parquet")
+            return hidden.rename(self.table.folder / f"part-{name}.parquet")
         finally:
             hidden.unlink(missing_ok=True)
 

@@ -12,6 +12,7 @@ from typing import Any
 from dbt_llm.budget import Account
 from dbt_llm.collector import Collector, Mode
 from dbt_llm.config import Config
+from dbt_llm.errors import panics_as_errors
 from dbt_llm.functions import register_functions, register_macros
 from dbt_llm.in_flight import InFlight
 from dbt_llm.lookup import newest_us, show_store
@@ -99,7 +100,9 @@ class Session:
         failure: BaseException | None,
     ) -> None:
         try:
-            self.run_log.append(run_row(runner.origin(), runner.jobs, summary, started, failure))
+            with panics_as_errors():
+                row = run_row(runner.origin(), runner.jobs, summary, started, failure)
+                self.run_log.append(row)
         except Exception as error:
             # The answers are stored; a model does not fail for its log.
             output.warn(f"llm: {runner.origin()['node_id']}: {error}")
