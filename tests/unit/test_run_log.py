@@ -6,7 +6,10 @@ import duckdb
 import pyarrow as pa
 import pytest
 
-from dbt_llm.run_log import all_runs
+from dbt_llm.config import StoreConfig
+from dbt_llm.errors import DbtLLMError, panics_as_errors
+from dbt_llm.lookup import read_table
+from dbt_llm.run_log import RunLog, all_runs
 from dbt_llm.schema import GENERATIONS, RUNS
 
 NOW = datetime(2026, 11, 1, tzinfo=UTC)
@@ -70,3 +73,26 @@ def test_answers_that_a_later_run_took_in_are_added_once(listed):
         ("a", "unfinished", 3, 2, 1, 20, 4, 0.5),
         ("b", "error", 9, 1, 0, 10, 2, 0.25),
     ]
+
+
+@pytest.mark.parametrize("format_", ["delta", "parquet"])
+def test_the_log_lies_in_a_folder_of_any_name(tmp_path, format_):
+    # delta-rs's own writer panics at some of these.
+    folder = tmp_path / 'o\'hara "x" [1]*?{y} ;-- $HOME #1 a=b ~ é \u202e' / "a?c"
+    log = RunLog(StoreConfig(path=str(folder), format=format_))
+    whose = dict.fromkeys(("node_id", "invocation_id", "trace_id", "pipeline_version"), "x")
+    for run_id in ("a", "b"):
+        log.append({**logged(run_id, 1), **whose, "total_s": 1.0})
+    with duckdb.connect() as connection:
+        found = connection.execute(
+            f"select run_id, generated from {read_table(connection, log.table, RUNS)} order by all"
+        ).fetchall()
+    assert found == [("a", 1), ("b", 1)]
+
+
+def test_a_panic_of_a_library_is_an_error():
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+    with pytest.raises(DbtLLMError, match="a fault of its own: out of luck"), panics_as_errors():
+        raise panic("out of luck")
+    with pytest.raises(KeyboardInterrupt), panics_as_errors():
+        raise KeyboardInterrupt
