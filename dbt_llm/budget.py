@@ -231,6 +231,14 @@ class Meter:
                 self.used += Amount(0, each.tokens, each.cost_usd) * count
             self._free(count)
 
+    def stored(self, count: int) -> None:
+        """Note how many answers of the job are stored; others that were told of are asked again.
+
+        What these took stays spent.
+        """
+        with self._account.lock:
+            self.used = Amount(count, self.used.tokens, self.used.cost_usd)
+
     def used_up(self) -> Limit | None:
         """Return a limit that answers have reached, if any."""
         return self._account.used_up(self)

@@ -72,6 +72,8 @@ def run_job(
         died = result.engine_deaths > deaths
         if died:
             _take_in_lost_parts(spec, store, result, earlier)
+            if meter is not None:
+                meter.stored(result.answered)
         # What a dying engine wrote at the last moment may be there twice.
         if result.answered >= result.asked and not result.engine_deaths:
             break

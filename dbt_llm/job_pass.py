@@ -76,6 +76,7 @@ class Pass:
         self._refusal: EndpointError | None = None
         self._meter = meter
         self._handed: dict[Replica, int] = {}
+        self._written: dict[Replica, int] = {}
         self._tallies: dict[Replica, Tally] = {}
         # What a lost engine had told of is asked again.
         result.told = Tally()
@@ -280,7 +281,7 @@ class Pass:
             if self._careful:
                 self._collect_flush(replica)
         else:
-            self._commit([Part(**part) for part in value])
+            self._commit(replica, value)
 
     def _note(self, replica: Replica, tally: Tally) -> None:
         """Note what an engine has answered since the pass began."""
@@ -314,8 +315,11 @@ class Pass:
         self._pool.bury(replica, reason)
         self._feeder.remove(replica)
         if self._meter is not None:
-            told = self._tallies.get(replica, Tally())
-            self._meter.lost(self._handed.get(replica, 0) - told.rows)
+            told = self._tallies.get(replica, Tally()).rows
+            self._meter.lost(self._handed.get(replica, 0) - told)
+            # What it told of and did not write is asked again.
+            unwritten = max(0, told - self._written.get(replica, 0))
+            self._meter.stored(int(self._meter.used.requests) - unwritten)
         self._pending = {
             ref: own for ref, own in self._pending.items() if own.replica is not replica
         }
@@ -406,12 +410,15 @@ class Pass:
             return
         except RayTaskError as error:
             raise self._failure(replica, error) from None
-        self._commit([Part(**part) for part in parts])
+        self._commit(replica, parts)
 
-    def _commit(self, parts: list[Part]) -> None:
-        if not parts:
+    def _commit(self, replica: Replica, written: list[dict[str, Any]]) -> None:
+        if not written:
             return
         started = time.monotonic()
+        parts = [Part(**part) for part in written]
+        rows = sum(part.rows for part in parts)
+        self._written[replica] = self._written.get(replica, 0) + rows
         self._store.commit(parts)
         self._result.parts += parts
         self._result.committing_s += time.monotonic() - started

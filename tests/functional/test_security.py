@@ -262,9 +262,19 @@ def names_in(path: Path) -> set[str]:
 def test_no_module_runs_what_it_reads() -> None:
     running = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml", "runpy"}
     running |= {"eval", "exec", "__import__", "allow_pickle", "shell", "popen", "from_pretrained"}
+    running |= {"unsafe_load", "full_load"}
     found = {path.name: names_in(path) & running for path in MODULES}
     assert len(found) > 40
-    assert {name: names for name, names in found.items() if names} == {}
+    # YAML is only read in the safe way, and a tokenizer without the code that lies beside it.
+    assert {name: names for name, names in found.items() if names} == {
+        "doctor.py": {"yaml"},
+        "project_setup.py": {"yaml"},
+        "token_count.py": {"from_pretrained"},
+    }
+    for path in MODULES:
+        text = path.read_text()
+        assert "yaml.load(" not in text
+        assert text.count("from_pretrained(") == text.count("trust_remote_code=False")
 
 
 def test_vllm_gets_no_code_of_a_model_and_logs_no_request_unless_told_to() -> None:

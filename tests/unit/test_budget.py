@@ -117,6 +117,15 @@ def test_a_request_that_gets_lost_counts_once():
     assert own.taken == Amount(4, 40, 0)
 
 
+def test_an_answer_that_was_told_of_and_not_stored_counts_once_and_is_paid():
+    own = meter(account({"max_requests": 10, "max_tokens": 10_000}))
+    own.take(10)
+    own.answered(10, tokens=1000, cost_usd=0)
+    own.stored(4)
+    assert own.used == Amount(4, 1000, 0)
+    assert own.take(20) == 6
+
+
 def test_a_request_that_costs_something_is_paid_although_it_got_lost():
     own = meter(account({"max_requests": 10, "max_cost_usd": 100}))
     assert own.take(4) == 4
