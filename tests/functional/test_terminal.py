@@ -48,15 +48,17 @@ def test_each_model_has_a_line_while_it_asks_and_dbt_prints_above_them(slow: Pro
     ("options", "environment"),
     [(("--quiet",), {}), (("--log-format", "json"), {}), ((), {"TERM": "dumb"})],
 )
-def test_nothing_moves_where_nobody_wants_it(slow: Project, options, environment) -> None:
-    code, seen = watched(slow.command(*options, "run"), slow.folder, environment)
+def test_nothing_moves_where_nobody_wants_it(project: Project, options, environment) -> None:
+    project.model("tickets", "select llm_generate('ticket ' || i) as r from range(3) t(i)")
+    code, seen = watched(project.command(*options, "run"), project.folder, environment)
     assert code == 0
     assert not [screen for screen in seen for line in screen if "━" in line]
     if options == ("--quiet",):
         assert not any(seen)
 
 
-def test_a_machine_gets_json_alone(slow: Project) -> None:
-    outcome = slow.dbt_process("--log-format", "json", "run")
+def test_a_machine_gets_json_alone(project: Project) -> None:
+    project.model("tickets", "select llm_generate('ticket ' || i) as r from range(3) t(i)")
+    outcome = project.dbt_process("--log-format", "json", "run")
     messages = [json.loads(line)["info"]["msg"] for line in outcome.log.splitlines()]
-    assert [one for one in messages if one.startswith("llm: tickets: 64 prompts")]
+    assert [one for one in messages if one.startswith("llm: tickets: 3 prompts")]
