@@ -93,10 +93,8 @@ def fit_of(folder: Path, engine_args: dict[str, Any], dtype: str, block_size: in
     width = _BYTES.get(asked, 2)
     per_token, formula = _kv_per_token(config, _kv_width(engine_args, width))
     longest = config.get("max_position_embeddings")
-    length = longest_sequence(engine_args, longest) or 0
-    if length <= 0:
-        # vLLM then finds out itself.
-        length = int(longest or 0)
+    # Where max_model_len is a text such as 8k, the model's own length is the best guess.
+    length = longest_sequence(engine_args, longest) or int(longest or 0)
     if not length:
         raise ValueError("it has no max_position_embeddings; set max_model_len in engine_args")
     return Fit(
