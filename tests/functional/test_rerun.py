@@ -44,21 +44,33 @@ def test_rerun_asks_nothing_and_leaves_the_store_alone(posts: Project) -> None:
 
 
 def test_rerun_starts_no_ray_and_loads_no_engine(posts: Project) -> None:
-    posts._prepare()
+    output = run_printing_modules(posts, ["run"], {"ray", "vllm", "torch"})
+    assert "20 stored, 0 generated" in output
+    assert "loaded: []" in output
+
+
+def test_a_run_without_a_call_loads_no_library_that_takes_long(project: Project) -> None:
+    project.model("plain", "select 1 as i")
+    slow = {"ray", "vllm", "torch", "pandas", "deltalake", "pyarrow.parquet", "rich"}
+    output = run_printing_modules(project, ["run"], slow)
+    assert "loaded: []" in output
+
+
+def run_printing_modules(project: Project, arguments: list[str], names: set[str]) -> str:
+    """Run dbt in a fresh process; its output ends with which of the modules it loaded."""
+    project._prepare()
     program = (
         "import sys; from dbt.cli.main import dbtRunner; "
-        "result = dbtRunner().invoke(['run']); assert result.success; "
-        "print('loaded:', sorted({'ray', 'vllm', 'torch'} & set(sys.modules)))"
+        f"result = dbtRunner().invoke({arguments}); assert result.success; "
+        f"print('loaded:', sorted({names} & set(sys.modules)))"
     )
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", program],
-        cwd=posts.folder,
+        cwd=project.folder,
         capture_output=True,
         text=True,
         check=True,
-    )
-    assert "20 stored, 0 generated" in done.stdout
-    assert "loaded: []" in done.stdout
+    ).stdout
 
 
 def test_full_refresh_asks_nothing(posts: Project) -> None:
