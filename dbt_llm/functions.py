@@ -186,15 +186,20 @@ def register_functions(connection: Any, collector: Collecting) -> None:
         collector.count(tokens[0].as_py(), flat)
         return flat
 
-    for name, function, arity in (
-        ("dbt_llm_call", of_each(collector.call_hash), 2),
-        ("dbt_llm_known_call", of_each(collector.known_call_hash), 2),
-        ("dbt_llm_collect", collect, 4),
-        ("dbt_llm_count", count, 2),
-    ):
-        known = "select count(*) from duckdb_functions() where function_name = " + sql.literal(name)
-        if sql.scalar(connection, known):
-            connection.remove_function(name)
+    functions = {
+        "dbt_llm_call": (of_each(collector.call_hash), 2),
+        "dbt_llm_known_call": (of_each(collector.known_call_hash), 2),
+        "dbt_llm_collect": (collect, 4),
+        "dbt_llm_count": (count, 2),
+    }
+    names = ", ".join(map(sql.literal, functions))
+    # Listing DuckDB's functions takes some 10 ms, and every run does it.
+    known = connection.execute(
+        f"select distinct function_name from duckdb_functions() where function_name in ({names})"
+    )
+    for (name,) in known.fetchall():
+        connection.remove_function(name)
+    for name, (function, arity) in functions.items():
         connection.create_function(
             name, function, ["VARCHAR"] * arity, "VARCHAR", type="arrow", null_handling="special"
         )
