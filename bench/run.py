@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench import over_http, tail, with_replay, with_vllm
+from bench import lakehouse, over_http, store_upkeep, tail, with_replay, with_vllm
 from bench.figures import HEAD
 
 MEASURES = {
@@ -27,7 +27,9 @@ MEASURES = {
     "incremental": (with_replay.incremental, [100_000, 1_000_000, 10_000_000]),
     "dedupe": (with_replay.dedupe, [20_000]),
     "commits": (with_replay.commits, [40_000]),
+    "upkeep": (store_upkeep.upkeep, [40_000]),
     "memory": (with_replay.memory, [10_000_000]),
+    "lakehouse": (lakehouse.lakehouse, [1_000_000]),
     "http": (over_http.http, [3_000]),
     "tail": (tail.tail, [10_000]),
     "efficiency": (with_vllm.efficiency, [512]),

@@ -42,8 +42,24 @@ def _run(arguments: list[str] | None) -> int:
             return commands.doctor(of_dbt, with_ray=not options.no_ray)
         case "plan":
             return commands.plan(of_dbt, options.json)
+        case "store":
+            return _store(parser, options, of_dbt)
         case _:
             return commands.report(of_dbt, options.runs, options.json)
+
+
+def _store(parser: argparse.ArgumentParser, options: argparse.Namespace, of_dbt: list[str]) -> int:
+    if options.action != "vacuum" and (options.dry_run or options.retention_hours is not None):
+        parser.error(f"store {options.action} takes no --dry-run and no --retention-hours")
+    match options.action:
+        case "stats":
+            return commands.store_stats(of_dbt, options.json)
+        case "compact":
+            return commands.store_compact(of_dbt, options.json)
+        case _:
+            return commands.store_vacuum(
+                of_dbt, options.retention_hours, options.dry_run, options.json
+            )
 
 
 def new_parser() -> argparse.ArgumentParser:
@@ -100,12 +116,37 @@ def new_parser() -> argparse.ArgumentParser:
         "--runs", type=_count, default=10, metavar="N", help="how many runs are listed; default: 10"
     )
     report.add_argument("--json", action="store_true", help="print JSON")
+
+    store = command(
+        "store",
+        "what the store holds; merge its small files, remove replaced ones",
+        "stats: print what the store holds. compact: merge its small files, which changes no "
+        "answer. vacuum: remove files that were replaced long ago. All other options go to dbt "
+        "parse: --target, --profiles-dir, --project-dir and so on.",
+    )
+    store.add_argument("action", choices=["stats", "compact", "vacuum"])
+    store.add_argument(
+        "--retention-hours",
+        type=_hours,
+        metavar="N",
+        help="vacuum: how long ago a file must have been replaced; default: 168, which is a week",
+    )
+    store.add_argument(
+        "--dry-run", action="store_true", help="vacuum: only say what would be removed"
+    )
+    store.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of runs; give 1 or more")
+    return int(text)
+
+
+def _hours(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of hours; give 0 or more")
     return int(text)
 
 

@@ -86,6 +86,8 @@ class Resolution:
         self.mode = mode
         self.calls: dict[str, Call] = {}
         self.call_sites = 0
+        self.asks = False
+        """Whether one of the calls wants answers, and not only their keys."""
         self.error: DbtLLMError | None = None
         self.missing: set[str] = set()
         self.seen = SeenKeys()
@@ -135,7 +137,18 @@ class Collector:
             self._open.pop(token, None)
 
     def call_hash(self, token: str, options_json: str) -> str:
-        """Return the hash of the call with these options, and note that the query has it.
+        """Return the hash of the call with these options, and note that the query asks it.
+
+        Raises:
+            CallError: an option is wrong.
+        """
+        resolution = self._resolution(token)
+        if resolution is not None:
+            resolution.asks = True
+        return self.key_call_hash(token, options_json)
+
+    def key_call_hash(self, token: str, options_json: str) -> str:
+        """Return the hash of such a call, and note that the query has it.
 
         Raises:
             CallError: an option is wrong.

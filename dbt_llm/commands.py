@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 INTERRUPTED = "dbt-llm: interrupted"
@@ -74,6 +75,58 @@ def report(arguments: list[str], runs: int, as_json: bool) -> int:
 
     made = make_report(parsed_project(arguments).config().store, runs)
     print(json.dumps(made.as_dict(), indent=2) if as_json else describe_report(made))
+    return 0
+
+
+def store_stats(arguments: list[str], as_json: bool) -> int:
+    """Print what the store holds."""
+    from dbt_llm.dbt_project import parsed_project
+    from dbt_llm.store_stats import describe_stats, store_stats
+
+    stats = store_stats(parsed_project(arguments).config().store)
+    print(json.dumps(stats.as_dict(), indent=2) if as_json else describe_stats(stats))
+    return 0
+
+
+def store_compact(arguments: list[str], as_json: bool) -> int:
+    """Merge the small files of the store."""
+    from dbt_llm.dbt_project import parsed_project
+    from dbt_llm.store_stats import size_text
+    from dbt_llm.store_upkeep import TABLES, compact
+
+    store = parsed_project(arguments).config().store
+    done = {table: compact(store, table) for table in TABLES}
+    if as_json:
+        print(json.dumps({table: asdict(one) for table, one in done.items()}, indent=2))
+        return 0
+    for table, one in done.items():
+        print(
+            f"{table}: {one.files:,} files of {size_text(one.bytes)} became {one.into_files:,} of "
+            f"{size_text(one.into_bytes)}"
+            if one.files
+            else f"{table}: nothing to merge"
+        )
+    return 0
+
+
+def store_vacuum(
+    arguments: list[str], retention_hours: int | None, dry_run: bool, as_json: bool
+) -> int:
+    """Remove what was replaced long ago."""
+    from dbt_llm.dbt_project import parsed_project
+    from dbt_llm.store_stats import size_text
+    from dbt_llm.store_upkeep import RETENTION_HOURS, TABLES, vacuum
+
+    store = parsed_project(arguments).config().store
+    hours = RETENTION_HOURS if retention_hours is None else retention_hours
+    done = {table: vacuum(store, table, hours, dry_run=dry_run) for table in TABLES}
+    if as_json:
+        print(json.dumps({table: asdict(one) for table, one in done.items()}, indent=2))
+        return 0
+    would = "would be " if dry_run else ""
+    for table, one in done.items():
+        files = "1 file" if one.files == 1 else f"{one.files:,} files"
+        print(f"{table}: {files} of {size_text(one.bytes)} {would}removed")
     return 0
 
 

@@ -20,9 +20,13 @@ from pydantic import (
     model_validator,
 )
 
+from dbt_llm.credentials import SCHEMES, is_url, storage_options
 from dbt_llm.errors import ConfigError
 
-_SECRET_KEYS = {"api_key", "api_key_env", "base_url", "headers", "query", "proxy"}
+_SECRET_KEYS = {
+    *("api_key", "api_key_env", "base_url", "headers", "query", "proxy"),
+    "storage_options",
+}
 OPENAI = "https://api.openai.com/v1"
 """Where the engine `openai` asks when the profile names no other address."""
 
@@ -31,23 +35,79 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class StoreConfig(_Section):
-    """Where generations are kept."""
-
-    path: str = Field(default="lake/llm", min_length=1, description="A folder; holds generations/.")
-    format: Literal["delta", "parquet"] = "delta"
-    keep_prompts: bool = Field(
-        default=True, description="false stores the hash of a prompt but not its text."
+class _Place(_Section):
+    path: str
+    storage_options: dict[str, SecretStr] = Field(
+        default={}, description="What opens an object store; the keys are those of delta-rs."
     )
 
     @field_validator("path")
     @classmethod
-    def _is_local(cls, path: str) -> str:
-        if "://" in path:
-            raise ValueError("is a URL; a store is a local folder in this version")
+    def _is_a_place(cls, path: str) -> str:
         if "\0" in path:
             raise ValueError("holds a NUL")
-        return path
+        if not is_url(path):
+            return path
+        scheme, _, rest = path.partition("://")
+        if scheme not in SCHEMES:
+            allowed = ", ".join(f"{one}://" for one in SCHEMES)
+            raise ValueError(f"is a URL of an unknown kind; give a folder or one of {allowed}")
+        bucket, *folders = rest.rstrip("/").split("/")
+        if not bucket or any(part in {"", ".", ".."} for part in folders):
+            raise ValueError("names no bucket, or has an empty folder in it")
+        # The libraries do not agree about what has to be escaped.
+        if re.search(r"[^\w.=@/-]", rest, re.ASCII):
+            raise ValueError("holds other characters than letters, digits, - _ . = and /")
+        return path.rstrip("/")
+
+    @field_validator("storage_options", mode="before")
+    @classmethod
+    def _as_text(cls, options: Any) -> Any:
+        if not isinstance(options, dict):
+            return options
+        # YAML makes numbers and booleans of what delta-rs wants as text.
+        return {
+            key: str(value).lower() if isinstance(value, bool | int | float) else value
+            for key, value in options.items()
+        }
+
+    @model_validator(mode="after")
+    def _options_of_url(self) -> Self:
+        if self.storage_options and not is_url(self.path):
+            raise ValueError("has storage_options, and path is a folder, which needs none")
+        return self
+
+    def options(self) -> dict[str, str]:
+        """Return `storage_options` in clear; for the libraries alone."""
+        return {key: value.get_secret_value() for key, value in self.storage_options.items()}
+
+
+class StoreConfig(_Place):
+    """Where generations are kept."""
+
+    path: str = Field(
+        default="lake/llm",
+        min_length=1,
+        description="A folder or s3://BUCKET/PREFIX, gs:// or az://; holds generations/ and runs/.",
+    )
+    format: Literal["delta", "parquet"] = "delta"
+    keep_prompts: bool = Field(
+        default=True, description="false stores the hash of a prompt but not its text."
+    )
+    compact: bool = Field(
+        default=True,
+        description="Merge small files and write checkpoints at the end of a run, where it is due.",
+    )
+
+
+class LakehouseConfig(_Place):
+    """Where models of the materialization `lakehouse` lie that name no `location`."""
+
+    path: str = Field(
+        default="lake/tables",
+        min_length=1,
+        description="A folder or a URL as of the store; holds DATABASE/SCHEMA/MODEL.",
+    )
 
 
 class Sampling(_Section):
@@ -322,6 +382,7 @@ class Config(_Section):
     """All that a profile says to this plugin."""
 
     store: StoreConfig = StoreConfig()
+    lakehouse: LakehouseConfig = LakehouseConfig()
     llms: dict[str, LLMConfig] = Field(min_length=1)
     ray: RayConfig = RayConfig()
     budget: RunBudget = RunBudget()
@@ -338,17 +399,22 @@ class Config(_Section):
     )
 
 
-def load_config(raw: Mapping[str, Any], ignore: Iterable[str] = ()) -> Config:
-    """Check the plugin's part of a profile.
+def load_config(
+    raw: Mapping[str, Any],
+    settings: Mapping[str, Any] | None = None,
+    secrets: Iterable[Mapping[str, Any]] = (),
+) -> Config:
+    """Check the plugin's part of a profile, and find what opens its object store.
 
-    `ignore` names keys that dbt-duckdb adds on its own (the profile's `settings`).
+    `settings` are the profile's, which dbt-duckdb adds to the plugin's config; `secrets` are those
+    that the profile has for DuckDB (see `credentials.storage_options`).
 
     Raises:
         ConfigError: with every problem: the key, what is wrong, and the value received.
     """
-    own = {key: value for key, value in raw.items() if key not in set(ignore)}
+    own = {key: value for key, value in raw.items() if key not in (settings or {})}
     try:
-        return Config.model_validate(own)
+        config = Config.model_validate(own)
     except ValidationError as error:
         problems = "\n".join(f"  - {_describe(problem)}" for problem in error.errors())
         raise ConfigError(
@@ -356,6 +422,14 @@ def load_config(raw: Mapping[str, Any], ignore: Iterable[str] = ()) -> Config:
             f"{problems}\n"
             "See docs/configuration.md for all keys."
         ) from None
+    opened = {}
+    for name in ("store", "lakehouse"):
+        place: _Place = getattr(config, name)
+        if is_url(place.path):
+            options = storage_options(place.path, place.options(), secrets, settings)
+            found = {key: SecretStr(value) for key, value in options.items()}
+            opened[name] = place.model_copy(update={"storage_options": found})
+    return config.model_copy(update=opened)
 
 
 def _describe(problem: Any) -> str:
@@ -377,7 +451,7 @@ def _describe(problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     # What may hold a secret is not repeated in a log.
-    if not _SECRET_KEYS.isdisjoint(parts):
+    if not _SECRET_KEYS.isdisjoint(parts) or re.search(r"://.*[@?]", str(problem["input"])):
         return f"{key}: {message}"
     if isinstance(problem["input"], str | int | float | bool):
         return f"{key}: {message} (got {problem['input']!r})"

@@ -1,9 +1,9 @@
 """Runs dbt from the command line tool, and uses its connection afterwards."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from dbt.cli.main import dbtRunner
 from dbt_llm.config import Config, load_config
 from dbt_llm.errors import ConfigError
 from dbt_llm.plan import Model
-from dbt_llm.plugin import Plugin
+from dbt_llm.plugin import Plugin, secrets_of
 from dbt_llm.session import Session
 
 _NEVER_ASKS = {"view", "ephemeral"}
@@ -96,6 +96,8 @@ class Project:
     plugin: Mapping[str, Any] | None
     """The config of the plugin dbt_llm as it stands in the target; None where there is none."""
     settings: Mapping[str, Any]
+    secrets: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
+    """Those that the profile has for DuckDB."""
 
     def config(self) -> Config:
         """Return the plugin's config, checked.
@@ -108,7 +110,7 @@ class Project:
                 f"The target {self.target} of the profile {self.profile} has no plugin with the "
                 "module dbt_llm and no alias; docs/configuration.md shows how to add it."
             )
-        return load_config(self.plugin, ignore=self.settings)
+        return load_config(self.plugin, self.settings, self.secrets)
 
 
 def parsed_project(arguments: list[str]) -> Project:
@@ -143,6 +145,7 @@ def parsed_project(arguments: list[str]) -> Project:
         target=runtime.target_name,
         plugin=(own[0].config or {}) if own else None,
         settings=credentials.settings or {},
+        secrets=secrets_of(credentials),
     )
 
 

@@ -17,14 +17,17 @@ import duckdb
 import yaml
 
 from dbt_llm.config import Config, StoreConfig
+from dbt_llm.credentials import is_url
 from dbt_llm.delta_extension import load_delta_extension
 from dbt_llm.doctor_llm import checks_of_llm
 from dbt_llm.errors import StoreError
 from dbt_llm.finding import Check, Problem, State, Unknown
+from dbt_llm.object_scan import make_readable, reads_itself
 from dbt_llm.version import __version__
 
 if TYPE_CHECKING:
     from dbt_llm.dbt_project import Project
+    from dbt_llm.store import Store
 
 _GIB = 1024**3
 _LITTLE_SPACE = 2 * _GIB
@@ -176,6 +179,16 @@ def _store(config: StoreConfig) -> str:
     from dbt_llm.store import open_store
 
     store = open_store(config)
+    if is_url(config.path):
+        try:
+            store.files.make_writable(atomic=config.format == "delta")
+        except StoreError as error:
+            what, _, advice = str(error).partition(" Nothing was asked. ")
+            raise Problem(what, advice) from None
+        with duckdb.connect() as connection:
+            itself = reads_itself(make_readable(connection, store.files))
+        how = "with httpfs" if itself else "through Python"
+        return f"{_seen(config, store)}; DuckDB reads it {how}"
     folder = Path(config.path).absolute()
     near = _nearest(folder)
     advice = "Check the folder's permissions, or change store.path in the profile."
@@ -190,6 +203,10 @@ def _store(config: StoreConfig) -> str:
         cause = error.__cause__ or error
         reason = cause.strerror if isinstance(cause, OSError) else cause
         raise Problem(f"{near} cannot be written: {reason or cause}.", advice) from None
+    return _seen(config, store)
+
+
+def _seen(config: StoreConfig, store: "Store") -> str:
     held = store.snapshot()
     if not held.files:
         rows = "no answers yet"
@@ -248,7 +265,8 @@ def _extension() -> str:
 def _folders(project: "Callable[[], Project]", config: Callable[[], Config]) -> dict[str, Path]:
     folders = {"the target folder": _needed(project, "dbt project").target_folder}
     with contextlib.suppress(Exception):
-        folders["the store"] = Path(config().store.path)
+        if not is_url(path := config().store.path):
+            folders["the store"] = Path(path)
     return folders
 
 

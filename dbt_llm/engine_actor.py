@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from dbt_llm.call import canonical_json
 from dbt_llm.check import OutputCheck
+from dbt_llm.credentials import is_url
 from dbt_llm.engine import Engine, start_engine
 from dbt_llm.errors import CancelledError, DbtLLMError, EngineError, StoreError
 from dbt_llm.ledger import Ledger
@@ -20,6 +21,7 @@ from dbt_llm.part_writer import PartWriter
 from dbt_llm.parts import Part, Provenance
 from dbt_llm.process_watch import ProcessId, call_when_gone
 from dbt_llm.schema import REQUESTS, Answer, answers_table
+from dbt_llm.storage import open_folder
 from dbt_llm.tally import Tally, tally_of
 
 _ABANDON_S = 0.5
@@ -75,12 +77,12 @@ class EngineActor:
         """Answer the requests of one unit into the buffer; return what the run has in all.
 
         The unit is `length` rows of `block` (schema `REQUESTS`) from `offset` on; `call` is the
-        call's content; `job` holds `folder`, where parts go, and `provenance`.
+        call's content; `job` holds `folder`, where parts go, `storage_options` and `provenance`.
         """
         engine = await self._started()
         requests = block.slice(offset, length).cast(REQUESTS)
         provenance = Provenance(**job["provenance"])
-        writer = self._writer(job["folder"], call_hash, call, provenance, engine.version)
+        writer = await self._writer(job, call_hash, call, provenance, engine.version)
         check = self._check(provenance.run_id, call_hash, call)
         ledger = Ledger(requests)
 
@@ -229,15 +231,21 @@ class EngineActor:
             self._checks[key] = OutputCheck(call)
         return self._checks[key]
 
-    def _writer(
+    async def _writer(
         self,
-        folder: str,
+        job: dict[str, Any],
         call_hash: str,
         call: dict[str, Any],
         provenance: Provenance,
         engine_version: str,
     ) -> PartWriter:
         key = (provenance.run_id, call_hash)
+        if key not in self._writers:
+            folder = open_folder(job["folder"], job["storage_options"])
+            if is_url(job["folder"]):
+                # This machine may have other rights or another network than the one of dbt.
+                await asyncio.to_thread(folder.make_writable, False)
+        # Another unit may have been here while this one waited.
         if key not in self._writers:
             self._writers[key] = PartWriter(
                 folder, call_hash, canonical_json(call), provenance, engine_version

@@ -9,6 +9,7 @@
     ├── BudgetError          a budget is too small for what is to be asked
     ├── SpoolError           requests could not be written to dbt's target folder
     ├── StoreError           the generation store could not be read or written
+    ├── LakehouseError       a lakehouse table could not be written, or its keys are not unique
     ├── EngineError          an engine did not start, or died and could not be restarted
     ├── EndpointError        an endpoint refuses every request alike, or is not there
     ├── TooManyErrorsError   more rows failed than `max_error_ratio` allows
@@ -55,6 +56,10 @@ class SpoolError(DbtLLMError):
 
 class StoreError(DbtLLMError):
     """The generation store could not be read or written, or lost what was committed."""
+
+
+class LakehouseError(DbtLLMError):
+    """A lakehouse table could not be read or written, or the new rows do not fit it."""
 
 
 class EngineError(DbtLLMError):

@@ -146,7 +146,10 @@ class Collecting(Protocol):
     """What the functions need from the collector (see `collector.py`)."""
 
     def call_hash(self, token: str, options_json: str) -> str:
-        """Return the hash of the call with these options, and note that it is there."""
+        """Return the hash of the call with these options, and note that it is asked."""
+
+    def key_call_hash(self, token: str, options_json: str) -> str:
+        """Return the hash of such a call, and note that it is there."""
 
     def known_call_hash(self, token: str, options_json: str) -> str:
         """Return the hash of such a call."""
@@ -189,6 +192,7 @@ def register_functions(connection: Any, collector: Collecting) -> None:
     functions = {
         "dbt_llm_call": (of_each(collector.call_hash), 2),
         "dbt_llm_known_call": (of_each(collector.known_call_hash), 2),
+        "dbt_llm_key_call": (of_each(collector.key_call_hash), 2),
         "dbt_llm_collect": (collect, 4),
         "dbt_llm_count": (count, 2),
     }
@@ -227,7 +231,7 @@ def _parameters(function: Function) -> str:
 
 
 def _key(function: Function) -> str:
-    return f"select dbt_llm_hash from ({_hashed(function)})"
+    return f"select dbt_llm_hash from ({_hashed(function, 'dbt_llm_key_call')})"
 
 
 def _lookup(function: Function) -> str:
@@ -272,7 +276,7 @@ def _options(function: Function) -> str:
     return f"coalesce({constant}, to_json({{'function': '{function.kind}', {pairs}}})::varchar)"
 
 
-def _hashed(function: Function) -> str:
+def _hashed(function: Function, call_hash: str = "dbt_llm_call") -> str:
     return f"""
         select
             dbt_llm_prompt, dbt_llm_call_hash,
@@ -280,7 +284,7 @@ def _hashed(function: Function) -> str:
         from (
             select
                 unnest([cast({function.prompt} as varchar)]) as dbt_llm_prompt,
-                dbt_llm_call({_TOKEN}, {_options(function)}) as dbt_llm_call_hash
+                {call_hash}({_TOKEN}, {_options(function)}) as dbt_llm_call_hash
             where true or ({function.prompt}) is null
         )"""
 

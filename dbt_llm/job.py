@@ -26,7 +26,7 @@ from dbt_llm.pool import get_pool
 from dbt_llm.ray_session import as_engine_error, connect
 from dbt_llm.schema import REQUESTS, Answer, answers_table
 from dbt_llm.spool import RequestFile, missing_requests
-from dbt_llm.store import Store
+from dbt_llm.store import Store, file_of
 
 _NARROW = 8
 # So often an engine must die of a request that it had alone before the request is given up.
@@ -59,7 +59,7 @@ def run_job(
     # Whatever killed its engines before, this job may try.
     pool.deaths = 0
     # Another job of the same run wrote these: for an inner call, or on another LLM.
-    earlier = set(parts_of_run(Path(spec.store_folder), spec.provenance.run_id))
+    earlier = set(parts_of_run(store.files, spec.provenance.run_id))
     files = spec.requests
     unit_rows: int | None = None
     number = lone_deaths = 0
@@ -78,7 +78,9 @@ def run_job(
         if result.answered >= result.asked and not result.engine_deaths:
             break
         work_folder = Path(spec.work_folder) / f"pass-{number}"
-        files = missing_requests(files, [part.path for part in result.parts], work_folder)
+        parts = [part.path for part in result.parts]
+        parts = store.files.fetch(parts, work_folder / "parts", ["prompt_hash"])
+        files = missing_requests(files, parts, work_folder)
         rows = sum(file.rows for file in files)
         if one_pass.budget_spent:
             result.left_out = rows
@@ -97,11 +99,11 @@ def run_job(
             unit_rows = max(1, min(one_pass.unit_rows, rows) // _NARROW)
 
 
-def _take_in_lost_parts(spec: JobSpec, store: Store, result: JobResult, earlier: set[Path]) -> None:
+def _take_in_lost_parts(spec: JobSpec, store: Store, result: JobResult, earlier: set[str]) -> None:
     """Commit the parts that a dead engine had written and could not tell of."""
-    known = {Path(part.path) for part in result.parts} | earlier
-    paths = parts_of_run(Path(spec.store_folder), spec.provenance.run_id)
-    lost = [read_part(path) for path in paths if path not in known]
+    known = {file_of(part.path) for part in result.parts} | earlier
+    names = parts_of_run(store.files, spec.provenance.run_id)
+    lost = [read_part(store.files, name) for name in names if name not in known]
     store.commit(lost)
     result.parts += lost
 
@@ -110,9 +112,7 @@ def _write_off(spec: JobSpec, store: Store, files: list[RequestFile], result: Jo
     """Code the requests on which engines die, so that they are failed rows like any other."""
     for file in files:
         requests = pq.read_table(file.path, schema=REQUESTS)
-        writer = PartWriter(
-            spec.store_folder, file.call.call_hash, file.call.text, spec.provenance, ""
-        )
+        writer = PartWriter(store.files, file.call.call_hash, file.call.text, spec.provenance, "")
         failed = [
             Answer(
                 prompt_hash,

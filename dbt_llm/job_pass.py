@@ -67,7 +67,11 @@ class Pass:
         self.unit_rows = unit_rows or self._roomy_unit_rows()
         self._units = Units([])
         self._feeder = Feeder(sum(file.rows for file in files), self.unit_rows, self._careful)
-        self._job = {"folder": spec.store_folder, "provenance": asdict(spec.provenance)}
+        self._job = {
+            "folder": spec.store_folder,
+            "storage_options": dict(store.files.options),
+            "provenance": asdict(spec.provenance),
+        }
         self._run_id = spec.provenance.run_id
         # Every reference that the driver waits for: what it is, and whose.
         self._pending: dict[Any, _Waiting] = {}

@@ -18,7 +18,9 @@ import pyarrow.parquet as pq
 
 from dbt_llm import sql
 from dbt_llm.call import Call, user_turn
-from dbt_llm.schema import GENERATIONS
+from dbt_llm.credentials import is_url
+from dbt_llm.errors import StoreError
+from dbt_llm.storage import Folder
 
 EXPECTED = "expected_tokens"
 """The temporary table (call_hash, size, tokens): a size of NULL stands for all other prompts."""
@@ -37,7 +39,35 @@ _MOST_PROMPT_BYTES = 48 * 1024 * 1024
 _LEAST_ROWS_OF_CLASS = 8
 _TOKENS_OF_CHOICE = 4
 _TOKENS_OF_JSON = 64
-_CALL_HASH, _PROMPT = (GENERATIONS.get_field_index(name) for name in ("call_hash", "prompt"))
+_COLUMNS = ["call_hash", "prompt", "prompt_tokens", "completion_tokens"]
+# Of an object store each file takes requests, and its prompts come over a network.
+_NEWEST_OBJECTS = 4
+_OLDER_OBJECTS = 4
+
+
+def near_history(files: Folder, history: Sequence[str], folder: Path) -> Sequence[str]:
+    """Return the store's part files as they can be read here.
+
+    Of an object store, a few are copied into a folder, less the answers.
+    """
+    if not is_url(str(files)):
+        return history
+    # What is gone or damaged since is no reason not to ask.
+    with suppress(pa.ArrowException, OSError, StoreError):
+        few = _spread(history, _NEWEST_OBJECTS, _OLDER_OBJECTS)
+        return files.fetch(few, folder / "history", _COLUMNS)
+    return []
+
+
+def _spread(history: Sequence[str], newest: int, older: int) -> list[str]:
+    """Return the newest files and some of the others.
+
+    A job that knows the lengths writes the short answers last, so the newest files do not do.
+    """
+    # A part's name begins with its time.
+    files = sorted(history, key=lambda path: Path(path).name, reverse=True)
+    others = files[newest:]
+    return files[:newest] + others[:: max(1, -(-len(others) // older))]
 
 
 def size_class(length: str) -> str:
@@ -118,14 +148,8 @@ class _Sample:
 
 
 def _samples(history: Sequence[str], wanted: set[str]) -> list[_Sample]:
-    """Choose what is read of the store.
-
-    A job that knows the lengths writes the short answers last, so the newest files do not do.
-    """
-    # A part's name begins with its time.
-    files = sorted(history, key=lambda path: Path(path).name, reverse=True)
-    older = files[_NEWEST_FILES:]
-    looked_at = files[:_NEWEST_FILES] + older[:: max(1, -(-len(older) // _OLDER_FILES))]
+    """Choose what is read of the store."""
+    looked_at = _spread(history, _NEWEST_FILES, _OLDER_FILES)
     found: dict[str, list[tuple[str, int, float]]] = {key: [] for key in wanted}
     for file in looked_at if wanted else []:
         with suppress(pa.ArrowException, OSError):
@@ -145,12 +169,13 @@ def _samples(history: Sequence[str], wanted: set[str]) -> list[_Sample]:
 def _look_at(file: str, wanted: set[str]) -> tuple[int, int, set[str]]:
     """Return a file's rows, the bytes of its prompts and the calls that it may hold."""
     metadata = pq.read_metadata(file)
+    call_hash, prompt = map(metadata.schema.names.index, ("call_hash", "prompt"))
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     held = set()
     for group in groups:
-        found = group.column(_CALL_HASH).statistics
+        found = group.column(call_hash).statistics
         held |= {key for key in wanted if found is None or found.min <= key <= found.max}
-    prompt_bytes = sum(group.column(_PROMPT).total_uncompressed_size for group in groups)
+    prompt_bytes = sum(group.column(prompt).total_uncompressed_size for group in groups)
     return metadata.num_rows, prompt_bytes, held
 
 

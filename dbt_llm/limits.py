@@ -25,7 +25,7 @@ from sqlglot.errors import SqlglotError
 
 from dbt_llm.above_cut import WHOLE, UnmovableError, depends_on, needs_rows, read_items, title, wrap
 from dbt_llm.errors import CallError
-from dbt_llm.select_text import CALLS, CUTTING, Query, Select
+from dbt_llm.select_text import CUTTING, Query, Select, may_call
 
 _CUTS = re.compile(r"\b(limit|offset|fetch|qualify|distinct\s+on)\b", re.IGNORECASE)
 
@@ -37,7 +37,7 @@ def ask_after_limit(query: str) -> tuple[str, list[str]]:
         The query, which is the text received where nothing needs to change, and a warning for each
         reason why some call is still asked for rows that the query does not keep.
     """
-    if not any(name in query.lower() for name in CALLS) or not _CUTS.search(query):
+    if not may_call(query) or not _CUTS.search(query):
         return query, []
     warnings: list[str] = []
     text = query

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from dbt_llm import functions, sql
+from dbt_llm.credentials import is_url
 from dbt_llm.delta_extension import load_delta_extension
+from dbt_llm.object_scan import make_readable, reads_itself
 from dbt_llm.schema import LASTING_ERRORS
 
 if TYPE_CHECKING:
@@ -24,7 +26,10 @@ def show_store(cursor: Any, store: "Store") -> None:
 
     It shows good rows and errors that last. Nothing is read until the view is used.
     """
-    _, select = _select_answers(cursor, store, lasting())
+    # Every connection comes here, and few use the view. To bind a scan of a Delta table reads its
+    # log, of an object store request by request; the list of its files is known already.
+    scan = not is_url(str(store.files))
+    _, select = _select_answers(cursor, store, lasting(), scan)
     if select is not None:
         select = f"{select} qualify row_number() over ({BEST_FIRST}) = 1"
     _create_view(cursor, select)
@@ -52,7 +57,7 @@ def show_answers(cursor: Any, store: "Store", visible: str, calls: Iterable[str]
 
 def newest_us(cursor: Any, store: "Store") -> int:
     """Return when the newest generation of the store was made, in µs since 1970; 0 for none."""
-    _, relation = _read(cursor, store)
+    _, relation = read_newest(cursor, store)
     if relation is None:
         return 0
     return int(sql.scalar(cursor, f"select epoch_us(max(created_at)) from {relation}") or 0)
@@ -60,7 +65,7 @@ def newest_us(cursor: Any, store: "Store") -> int:
 
 def read_table(cursor: Any, table: "Store", schema: Any) -> str:
     """Return a SQL expression for FROM that reads a table as it is now; `schema` is Arrow's."""
-    _, relation = _read(cursor, table)
+    _, relation = read_newest(cursor, table)
     if relation is None:
         empty = cursor.from_arrow(schema.empty_table())
         types = zip(empty.columns, empty.types, strict=True)
@@ -69,8 +74,10 @@ def read_table(cursor: Any, table: "Store", schema: Any) -> str:
     return f"(select * from {relation})"
 
 
-def _select_answers(cursor: Any, store: "Store", visible: str) -> "tuple[Snapshot, str | None]":
-    snapshot, relation = _read(cursor, store)
+def _select_answers(
+    cursor: Any, store: "Store", visible: str, scan: bool = True
+) -> "tuple[Snapshot, str | None]":
+    snapshot, relation = read_newest(cursor, store, scan)
     if relation is None:
         return snapshot, None
     # What a failed row holds is kept in the store, but it is no answer.
@@ -83,12 +90,22 @@ def _select_answers(cursor: Any, store: "Store", visible: str) -> "tuple[Snapsho
     return snapshot, f"select {columns} from {relation} where ({visible})"
 
 
-def _read(cursor: Any, store: "Store") -> "tuple[Snapshot, str | None]":
-    """Return the newest state of the store, and what reads it; None while it is empty."""
+def read_newest(cursor: Any, store: "Store", scan: bool = True) -> "tuple[Snapshot, str | None]":
+    """Return the newest state of the store, and what reads it; None while it is empty.
+
+    `scan`: by the Delta extension, where that is at hand.
+    """
     snapshot = store.snapshot()
+    root, itself = None, True
+    if is_url(str(store.files)):
+        # Also of an empty one: it may be read in the transaction that begins next.
+        root = make_readable(cursor, store.files)
+        itself = reads_itself(root)
+    if not snapshot.files:
+        return snapshot, None
     # Loading the extension takes a fifth of a second, so only who needs it pays for it.
-    is_delta = snapshot.version is not None and snapshot.files
-    return snapshot, store.relation(snapshot, bool(is_delta) and load_delta_extension(cursor))
+    is_delta = scan and snapshot.version is not None and itself
+    return snapshot, store.relation(snapshot, is_delta and load_delta_extension(cursor), root)
 
 
 def _create_view(cursor: Any, select: str | None) -> None:

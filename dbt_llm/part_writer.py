@@ -1,22 +1,23 @@
 """Writes part files: answers, completed to generations, by the workers into the store's folder.
 
-A part is written under a hidden name and renamed when it is whole, so a folder never shows half a
-part. Each part holds the generations of one call, so that its statistics tell the calls apart.
+A folder never shows half a part (see `storage.py`). Each part holds the generations of one call, so
+that its statistics tell the calls apart.
 """
 
 import contextlib
-import os
 import threading
 import time
 import uuid
-from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from dbt_llm.credentials import is_url
 from dbt_llm.parts import Part, Provenance
 from dbt_llm.schema import ANSWERS, GENERATIONS
+from dbt_llm.storage import Folder
 from dbt_llm.tally import tally_of
 
 _FLUSH_ROWS = 50_000
@@ -26,14 +27,15 @@ _CREATED_AT = GENERATIONS.field("created_at").type
 _DISTINCT = {"prompt_hash", "prompt", "output", "embedding", "error", "latency_s"}
 
 
-def read_part(path: Path) -> Part:
+def read_part(folder: Folder, name: str) -> Part:
     """Describe a part file that some earlier run wrote, from its content.
 
     Raises:
         pyarrow.ArrowException, OSError: the file is no whole Parquet file of generations.
     """
+    source = folder.source(name)
     table = pq.read_table(
-        path,
+        source,
         columns=[
             *("prompt_hash", "call_hash", "status", "error_code", "error"),
             *("prompt_tokens", "completion_tokens", "cost_usd"),
@@ -41,16 +43,19 @@ def read_part(path: Path) -> Part:
     )
     if table.num_rows == 0 or any(table[key].null_count for key in ("prompt_hash", "call_hash")):
         raise pa.ArrowInvalid("it has no rows, or rows without a key")
-    return _describe(path, table)
+    size = folder.size(name)
+    if size is None:
+        raise FileNotFoundError(f"{folder.address(name)} is gone")
+    return _describe(folder.address(name), size, table)
 
 
 class PartWriter:
     """Buffers the generations of one call and writes them as parts, by rows, bytes or on demand."""
 
     def __init__(
-        self, folder: str, call_hash: str, call: str, provenance: Provenance, engine_version: str
+        self, folder: Folder, call_hash: str, call: str, provenance: Provenance, engine_version: str
     ) -> None:
-        self.folder = Path(folder)
+        self.folder = folder
         self._call_hash = call_hash
         self._call = call
         self._provenance = provenance
@@ -61,6 +66,7 @@ class PartWriter:
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._written: list[Part] = []
+        self._uploading: threading.Thread | None = None
 
     def add(self, answers: pa.Table, requests: pa.Table) -> None:
         """Complete answers (schema `ANSWERS`) with their requests and buffer them.
@@ -73,10 +79,21 @@ class PartWriter:
             self._rows += table.num_rows
             self._bytes += table.nbytes
             full = self._rows >= _FLUSH_ROWS or self._bytes >= _FLUSH_BYTES
-        if full:
-            # The engine that answers is not at fault; who asks for the parts will be told.
-            with contextlib.suppress(OSError):
-                self.write()
+        if full and is_url(str(self.folder)):
+            self._begin_to_write()
+        elif full:
+            self._try_to_write()
+
+    def _try_to_write(self) -> None:
+        # The engine that answers is not at fault; who asks for the parts will be told.
+        with contextlib.suppress(OSError):
+            self.write()
+
+    def _begin_to_write(self) -> None:
+        """Write in a thread of its own: the engine must not wait for an upload."""
+        if self._uploading is None or not self._uploading.is_alive():
+            self._uploading = threading.Thread(target=self._try_to_write, daemon=True)
+            self._uploading.start()
 
     def flush(self) -> list[Part]:
         """Write what is buffered, and return all parts that were written since the last call."""
@@ -165,26 +182,21 @@ class PartWriter:
 
     def _write_part(self, table: pa.Table) -> None:
         name = f"{time.time_ns():020d}-{self._provenance.run_id}-{uuid.uuid4().hex}"
-        hidden = self.folder / f".{name}.tmp"
-        path = self.folder / f"part-{name}.parquet"
-        try:
-            with hidden.open("wb") as file:
-                pq.write_table(
-                    table,
-                    file,
-                    compression="zstd",
-                    use_dictionary=[name for name in table.column_names if name not in _DISTINCT],
-                    # The Arrow schema would have readers make dictionaries, too.
-                    store_schema=False,
-                )
-                file.flush()
-                os.fsync(file.fileno())
-            hidden.rename(path)
-        finally:
-            with contextlib.suppress(OSError):
-                hidden.unlink(missing_ok=True)
+
+        def write(file: Any) -> None:
+            pq.write_table(
+                table,
+                file,
+                compression="zstd",
+                use_dictionary=[name for name in table.column_names if name not in _DISTINCT],
+                # The Arrow schema would have readers make dictionaries, too.
+                store_schema=False,
+            )
+
+        path = f"part-{name}.parquet"
+        size = self.folder.put(path, write)
         with self._lock:
-            self._written.append(_describe(path, table))
+            self._written.append(_describe(self.folder.address(path), size, table))
 
 
 def _repeated(value: str | None, rows: int) -> pa.Array:
@@ -194,7 +206,7 @@ def _repeated(value: str | None, rows: int) -> pa.Array:
     return pa.DictionaryArray.from_arrays(first, pa.array([value]))
 
 
-def _describe(path: Path, table: pa.Table) -> Part:
+def _describe(address: str, size: int, table: pa.Table) -> Part:
     errors: dict[str, int] = {}
     hashes: dict[str, str] = {}
     examples: dict[str, str] = {}
@@ -208,9 +220,9 @@ def _describe(path: Path, table: pa.Table) -> Part:
     tally = tally_of(table)
     extremes = pc.min_max(table["prompt_hash"]).as_py()
     return Part(
-        path=str(path),
+        path=address,
         rows=tally.rows,
-        size=path.stat().st_size,
+        size=size,
         call_hash=table["call_hash"][0].as_py(),
         min_hash=extremes["min"],
         max_hash=extremes["max"],

@@ -1,16 +1,14 @@
 """Part files of the store, as those know them who do not read them: names, counts, provenance."""
 
-import contextlib
 import json
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dbt_llm.files import is_abandoned
+if TYPE_CHECKING:
+    from dbt_llm.storage import Folder
 
 PART_PATTERN = "part-*.parquet"
 """All parts; their names are part-TIME-RUN-RANDOM.parquet."""
-_HALF_PATTERN = ".*.tmp"
 
 
 @dataclass(frozen=True)
@@ -76,14 +74,6 @@ class Part:
         return asdict(self)
 
 
-def remove_half_parts(folder: Path) -> None:
-    """Remove what processes that were killed more than a day ago had begun to write."""
-    for path in folder.glob(_HALF_PATTERN):
-        with contextlib.suppress(OSError):
-            if is_abandoned(path):
-                path.unlink()
-
-
-def parts_of_run(folder: Path, run_id: str) -> list[Path]:
-    """Return the part files that a run wrote, committed or not."""
-    return sorted(folder.glob(f"part-*-{run_id}-*.parquet"))
+def parts_of_run(folder: "Folder", run_id: str) -> list[str]:
+    """Return the names of the part files that a run wrote, committed or not."""
+    return folder.names(f"part-*-{run_id}-*.parquet")

@@ -15,10 +15,12 @@ from dbt_llm import functions, sql
 from dbt_llm.call import Call
 from dbt_llm.collector import Mode, Resolution
 from dbt_llm.errors import DbtLLMError
+from dbt_llm.lengths import near_history
 from dbt_llm.lookup import lasting, read_table, show_answers
 from dbt_llm.resolve_loop import Build, asked_after_limit, plan_query
 from dbt_llm.runner import node_name
 from dbt_llm.schema import GENERATIONS, RUNS
+from dbt_llm.select_text import may_call
 from dbt_llm.session import Session
 from dbt_llm.spool import RequestFile, prepare_requests
 from dbt_llm.text_table import text_table
@@ -141,7 +143,7 @@ class _Planner:
         except duckdb.CatalogException as error:
             # Whatever it reads is not there; a run would build it first.
             plan.unknown = f"what it reads is not built yet ({_first_line(error)})"
-            return plan if "llm_" in model.query else None
+            return plan if may_call(model.query) else None
         except (duckdb.Error, DbtLLMError) as error:
             plan.unknown = _first_line(error)
             return plan
@@ -166,7 +168,7 @@ class _Planner:
             cursor, session.collector, Mode.GENERATE, folder / "raw", model.header, model.query
         )
         with planned as resolution:
-            if not resolution.calls:
+            if not resolution.asks:
                 return False
             build = Build(
                 model.query,
@@ -195,7 +197,7 @@ class _Planner:
                     asked=self._asked,
                     others=[],
                     limit=self._limit,
-                    history=snapshot.files,
+                    history=near_history(session.store.files, snapshot.files, folder),
                 ).files
             files = [self._counted(file, plan) for file in files]
             plan.calls = self._calls(resolution, files)

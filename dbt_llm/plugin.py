@@ -6,17 +6,22 @@ dbt-duckdb creates one `Plugin` per process and profile. The package's macros re
 - `resolve`: build a table; the `statement` in the config is replaced by what is left to do.
 - `check_view`: refuse a view that calls LLM functions.
 - `record`: write the stored answers to a file.
+- `check_lakehouse`: refuse a wrong config of a lakehouse model.
+- `lakehouse_exists`: tell whether a lakehouse model has a table; `exists` in the config gets it.
+- `lakehouse`: write a model's rows into its lakehouse table; `select` in the config gets what
+  reads it.
 """
 
 import logging
 import math
+import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import duckdb
 from dbt.adapters.contracts.connection import AdapterResponse
@@ -33,11 +38,14 @@ from dbt_common.events.functions import fire_event
 from dbt_common.exceptions import DbtRuntimeError
 from dbt_common.invocation import get_invocation_id
 
-from dbt_llm import python_models
+from dbt_llm import python_models, sql
 from dbt_llm.collector import Mode
 from dbt_llm.config import load_config
+from dbt_llm.credentials import is_url
+from dbt_llm.delta_extension import load_delta_extension
 from dbt_llm.errors import CallError, ConfigError, DbtLLMError, UnresolvedError, panics_as_errors
 from dbt_llm.lookup import read_table
+from dbt_llm.object_scan import make_readable
 from dbt_llm.record import write_answers
 from dbt_llm.resolve_loop import Build, Settings, Summary, plan_query
 from dbt_llm.run_log import all_runs
@@ -45,12 +53,27 @@ from dbt_llm.runner import Output, Run, new_run
 from dbt_llm.schema import GENERATIONS, RUNS
 from dbt_llm.session import Session
 from dbt_llm.status_lines import StatusLines, is_watched
+from dbt_llm.storage import open_folder
 from dbt_llm.version import __version__
+
+if TYPE_CHECKING:
+    from dbt_llm.lake_config import ModelConfig
 
 _DISPATCH_BLOCK = """\
     dispatch:
       - macro_namespace: dbt
         search_order: ['{project}', 'dbt_llm', 'dbt']"""
+
+_NO_IS_INCREMENTAL = """\
+{node_id} is materialized as lakehouse and calls is_incremental(), which dbt lets be true only in
+incremental models. Add this file to your project (dbt-llm init does so), have your own macro of
+that name do the same, or call dbt_llm.is_incremental() in the model:
+
+    -- macros/is_incremental.sql
+    {{% macro is_incremental() %}}{{{{ return(dbt_llm.is_incremental()) }}}}{{% endmacro %}}"""
+
+# A call of it as dbt resolves it, and not of a package's own.
+_IS_INCREMENTAL = re.compile(r"(?<![\w.])is_incremental\s*\(")
 
 # Commands that only look; a prompt without a stored answer is NULL there.
 _LOOKING = {"show", "compile", "docs", "generate", "parse", "list", "ls", "clone"}
@@ -93,8 +116,10 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         with _as_dbt_error():
             # dbt-duckdb merges the profile's settings into every plugin's config.
             settings = (self.creds.settings if self.creds else None) or {}
-            config = load_config(plugin_config, ignore=settings)
+            config = load_config(plugin_config, settings, secrets_of(self.creds))
             self._session = Session(config, _missing_outside)
+        self._lock = threading.Lock()
+        self._views_are_open = False
         Plugin.newest = self
         python_models.serve(self._resolve_python)
         _count_in_responses()
@@ -107,13 +132,28 @@ class Plugin(BasePlugin):  # type: ignore[misc]
     def configure_connection(self, conn: Any) -> None:
         """Prepare a DuckDB database."""
         self._session.prepare_database(conn)
+        self._views_are_open = False
 
     def configure_cursor(self, cursor: Any) -> None:
         """Prepare one connection to it, as dbt opens one per node."""
         # dbt opens one for each node.
         _thread.counts = None
         with _as_dbt_error():
+            self._open_views(cursor)
             self._session.prepare_cursor(cursor)
+
+    def _open_views(self, cursor: Any) -> None:
+        """Load the Delta extension where a view needs it, also in a run that does not write it."""
+        with self._lock:
+            # Now all databases are attached.
+            if not self._views_are_open:
+                lakehouse = self._session.config.lakehouse
+                if is_url(lakehouse.path):
+                    make_readable(cursor, open_folder(lakehouse.path, lakehouse.options()))
+                query = "select bool_or(contains(sql, 'delta_scan(')) from duckdb_views()"
+                if sql.scalar(cursor, f"{query} where not internal"):
+                    load_delta_extension(cursor)
+                self._views_are_open = True
 
     def store(self, target_config: TargetConfig) -> None:
         """Do what a macro of the package asks for."""
@@ -130,6 +170,12 @@ class Plugin(BasePlugin):  # type: ignore[misc]
                     self._record(request)
                 case "relation":
                     self._relation(request)
+                case "check_lakehouse":
+                    self._check_lakehouse(request)
+                case "lakehouse_exists":
+                    self._lakehouse_exists(request)
+                case "lakehouse":
+                    self._lakehouse(request)
 
     def _resolve(self, request: dict[str, Any]) -> None:
         header = request["header"]
@@ -224,10 +270,64 @@ class Plugin(BasePlugin):  # type: ignore[misc]
             relation = all_runs(runs, relation)
         request["relation"] = relation
 
+    def _check_lakehouse(self, request: dict[str, Any]) -> None:
+        from dbt_llm.lakehouse import check_place
+
+        _, location = self._lakehouse_at(request)
+        check_place(location, self._session.config.lakehouse.options())
+        if request["is_incremental"] and _asks_another_is_incremental(request["macros"]):
+            raise ConfigError(_NO_IS_INCREMENTAL.format(node_id=request["node_id"]))
+
+    def _lakehouse(self, request: dict[str, Any]) -> None:
+        from dbt_llm.lake_table import Docs
+        from dbt_llm.lakehouse import Model, write_model
+
+        config, location = self._lakehouse_at(request)
+        request["select"] = write_model(
+            _thread_cursor(),
+            Model(
+                request["node_id"],
+                request["rows"],
+                config,
+                location,
+                request["is_incremental"],
+                request["full_refresh"],
+                Docs(request["description"] or None, request["comments"]),
+                tuple(request["names"]),
+                self._session.config.lakehouse.options(),
+            ),
+        )
+
+    def _lakehouse_exists(self, request: dict[str, Any]) -> None:
+        from dbt_llm.lakehouse import table_exists
+
+        config, location = self._lakehouse_at(request)
+        options = self._session.config.lakehouse.options()
+        # What overwrites wants all rows, whatever is there.
+        request["exists"] = config.strategy != "overwrite" and table_exists(
+            config, location, options
+        )
+
+    def _lakehouse_at(self, request: dict[str, Any]) -> "tuple[ModelConfig, str]":
+        from dbt_llm.lake_config import load_model_config, location_of
+
+        config = load_model_config(request["node_id"], request["config"])
+        root = self._session.config.lakehouse.path
+        return config, location_of(config, root, *request["names"])
+
     def _record(self, request: dict[str, Any]) -> None:
         path = Path(str(request["path"]))
         answers = write_answers(_thread_cursor(), self._session.store, path)
         _info(f"llm: {answers:,} {'answer' if answers == 1 else 'answers'} recorded in {path}")
+
+
+def secrets_of(credentials: Any) -> list[dict[str, Any]]:
+    """Return the secrets that a profile has for DuckDB, as they stand there."""
+    # dbt-duckdb takes type and name out of the profile's own list.
+    return [
+        {"type": secret.type, "scope": secret.scope, **(secret.secret_kwargs or {})}
+        for secret in getattr(credentials, "_secrets", None) or []
+    ]
 
 
 def _missing_outside(rows: int) -> None:
@@ -278,6 +378,29 @@ def _interrupt_sets(cursor: Any, cancelled: threading.Event) -> Iterator[None]:
 
 def _thread_cursor() -> Any:
     return get_adapter_by_type("duckdb").connections.get_thread_connection().handle.cursor()
+
+
+def _asks_another_is_incremental(names: Iterable[str]) -> bool:
+    """Tell whether macros come to an is_incremental() that knows nothing of lakehouse models."""
+    adapter = get_adapter_by_type("duckdb")
+    macros = adapter.get_macro_resolver().macros
+    root = macros.get(f"macro.{adapter.config.project_name}.is_incremental")
+    if root is not None and "dbt_llm.is_incremental" in root.macro_sql:
+        return False
+    waiting, seen = list(names), {"macro.dbt_llm.is_incremental"}
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in macros:
+            continue
+        seen.add(name)
+        if name.endswith(".is_incremental"):
+            return True
+        if name.split(".")[1] in {"dbt", "dbt_duckdb", "dbt_llm"}:
+            continue
+        if _IS_INCREMENTAL.search(macros[name].macro_sql):
+            return True
+        waiting += macros[name].depends_on.macros
+    return False
 
 
 def _check_version(package_version: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from dbt_llm import sql
 from dbt_llm.call import canonical_json
 from dbt_llm.errors import StoreError
-from dbt_llm.lookup import BEST_FIRST, lasting
+from dbt_llm.lookup import BEST_FIRST, lasting, read_newest
 from dbt_llm.store import Store
 
 _BATCH_ROWS = 10_000
@@ -40,13 +40,13 @@ def write_answers(cursor: Any, store: Store, path: Path) -> int:
         StoreError: nothing is stored, or not what was asked (`keep_prompts: false`), or the file
             cannot be written.
     """
-    relation = store.relation(store.snapshot(), delta_scan=False)
+    _, relation = read_newest(cursor, store)
     if relation is None:
-        raise StoreError(f"There is nothing to record: no answer is stored in {store.folder}.")
+        raise StoreError(f"There is nothing to record: no answer is stored in {store.files}.")
     stored = f"select * from {relation} where {lasting()}"
     if sql.scalar(cursor, f"select count(*) from ({stored}) where prompt is null"):
         raise StoreError(
-            f"The store {store.folder} has answers without their prompts, so they cannot be "
+            f"The store {store.files} has answers without their prompts, so they cannot be "
             "recorded. Set store.keep_prompts to true, and ask for them again with llm_refresh."
         )
     answers = cursor.execute(

@@ -130,7 +130,7 @@ def resolve(
     """Build a model whose query may call LLM functions.
 
     Returns:
-        What was done, or None when the query calls no LLM function; then only the header ran.
+        What was done, or None when the query asks no LLM; then only the header ran.
 
     Raises:
         DbtLLMError: see `errors.py`. The statement's table is then in the cursor's transaction,
@@ -140,7 +140,7 @@ def resolve(
         cursor, collector, settings.mode, settings.spool_folder, build.header, build.query
     )
     with planned as resolution:
-        if not resolution.calls:
+        if not resolution.asks:
             return None
         _check_columns(cursor, build, resolution)
         build = asked_after_limit(cursor, build, resolution, settings.warn)
@@ -246,7 +246,7 @@ class _Loop:
             if lost:
                 self._settings.warn(
                     f"{lost:,} {'file' if lost == 1 else 'files'} of the generation store "
-                    f"{self._store.folder} were removed by somebody; what they held is asked again"
+                    f"{self._store.files} were removed by somebody; what they held is asked again"
                 )
             self._store.adopt()
         # A call within a call needs the inner answer first, so each nesting takes one round. No
@@ -315,12 +315,15 @@ class _Loop:
 
     def _ask(self, raw: Path) -> bool:
         """Ask for what is missing; return whether this run asked anything itself."""
+        from dbt_llm.lengths import near_history
         from dbt_llm.spool import prepare_requests
 
         limit = self._settings.limit
         if limit is not None:
             limit = max(0, limit - sum(file.rows for file in self._asked))
         folder = self._settings.spool_folder / f"round-{len(self._asked)}"
+
+        history = near_history(self._store.files, self._history, folder)
 
         def prepare(others: "list[RequestFile]") -> "Prepared":
             return prepare_requests(
@@ -330,7 +333,7 @@ class _Loop:
                 asked=self._asked,
                 others=others,
                 limit=limit,
-                history=self._history,
+                history=history,
             )
 
         run_id = self._settings.run_id
@@ -351,7 +354,7 @@ class _Loop:
         elif not prepared.files and not waiting_for:
             raise StoreError(
                 "The query needs prompts that this run has asked and stored, and the store does "
-                f"not give them back. Look at {self._store.folder}: was it changed or removed?"
+                f"not give them back. Look at {self._store.files}: was it changed or removed?"
             )
         return bool(prepared.files)
 

@@ -1,15 +1,15 @@
 """The run log: a row per node and run that called an LLM, in a table beside the generations."""
 
 import json
-import os
 import time
 import uuid
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dbt_llm.config import StoreConfig
+from dbt_llm.credentials import without_secrets
 from dbt_llm.errors import CancelledError, StoreError
+from dbt_llm.storage import reason
 from dbt_llm.store import open_store
 
 if TYPE_CHECKING:
@@ -88,42 +88,48 @@ class RunLog:
             StoreError: it cannot be written.
         """
         import pyarrow as pa
+        import pyarrow.parquet as pq
         from deltalake.exceptions import DeltaError
 
         from dbt_llm.schema import RUNS
 
         rows = pa.Table.from_pylist([row], RUNS)
         try:
-            self.table.folder.mkdir(parents=True, exist_ok=True)
-            path = self._write_file(rows)
+            files = self.table.files
+            files.make_folder()
+            name = f"part-{time.time_ns():020d}-{uuid.uuid4().hex}.parquet"
+            size = files.put(name, lambda file: pq.write_table(rows, file))
             if self._delta:
-                self._commit(path)
+                self._commit(name, size)
         except (DeltaError, OSError) as error:
+            words = without_secrets(reason(str(error)), self.table.files.options)
             raise StoreError(
-                f"The run log {self.table.folder} cannot be written: {error}"
+                f"The run log {self.table.files} cannot be written: {words}"
             ) from error
 
-    def _commit(self, path: Path) -> None:
+    def _commit(self, name: str, size: int) -> None:
         """Add a file to the table; to add it twice changes nothing."""
-        from deltalake import DeltaTable
+        from deltalake import DeltaTable, PostCommitHookProperties
         from deltalake.exceptions import CommitFailedError
         from deltalake.transaction import AddAction, CommitProperties
 
         from dbt_llm.schema import RUNS
 
         # write_deltalake() panics where the folder has some odd name.
-        folder = str(self.table.folder)
-        if not DeltaTable.is_deltatable(folder):
+        files = self.table.files
+        folder, options = str(files), dict(files.options) or None
+        if not files.is_table():
             DeltaTable.create(
                 folder,
                 RUNS,
                 mode="ignore",
                 name="runs",
                 description="What runs of dbt-llm asked, one row per node and run.",
+                storage_options=options,
             )
-        table = DeltaTable(folder)
-        size, now = path.stat().st_size, int(time.time() * 1000)
-        action = AddAction(path.name, size, {}, now, True, json.dumps({"numRecords": 1}))
+        table = DeltaTable(folder, storage_options=options)
+        now = int(time.time() * 1000)
+        action = AddAction(name, size, {}, now, True, json.dumps({"numRecords": 1}))
         for attempt in range(_TRIES):
             try:
                 table.create_write_transaction(
@@ -131,6 +137,10 @@ class RunLog:
                     "append",
                     RUNS,
                     commit_properties=CommitProperties(max_commit_retries=_MOST_RETRIES),
+                    # store_upkeep.py looks for old commits, less often.
+                    post_commithook_properties=PostCommitHookProperties(
+                        create_checkpoint=True, cleanup_expired_logs=False
+                    ),
                 )
             except CommitFailedError:
                 if attempt == _TRIES - 1:
@@ -139,20 +149,6 @@ class RunLog:
                 table.update_incremental()
             else:
                 return
-
-    def _write_file(self, rows: Any) -> Path:
-        import pyarrow.parquet as pq
-
-        name = f"{time.time_ns():020d}-{uuid.uuid4().hex}"
-        hidden = self.table.folder / f".{name}.tmp"
-        try:
-            with hidden.open("wb") as file:
-                pq.write_table(rows, file)
-                file.flush()
-                os.fsync(file.fileno())
-            return hidden.rename(self.table.folder / f"part-{name}.parquet")
-        finally:
-            hidden.unlink(missing_ok=True)
 
 
 def run_row(

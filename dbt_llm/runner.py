@@ -210,7 +210,7 @@ class Runner:
             engine=engine_settings(entry),
             replicas=entry.replicas,
             requests=files,
-            store_folder=str(self._store.folder),
+            store_folder=str(self._store.files),
             provenance=Provenance(
                 llm=llm,
                 model=entry.model,

@@ -20,6 +20,12 @@ _TAIL = ("order", "limit", "offset", "fetch")
 CUTTING = {"limit", "offset", "fetch", "distinct on"}
 
 
+def may_call(query: str) -> bool:
+    """Tell whether a query's text names a function that asks an LLM."""
+    lower = query.lower()
+    return any(name in lower for name in CALLS)
+
+
 @dataclass
 class Select:
     """One SELECT: its tokens, its list, and the tokens of its clauses by name."""

@@ -12,7 +12,7 @@ from typing import Any
 from dbt_llm.budget import Account
 from dbt_llm.collector import Collector, Mode
 from dbt_llm.config import Config
-from dbt_llm.errors import panics_as_errors
+from dbt_llm.errors import CancelledError, panics_as_errors
 from dbt_llm.functions import register_functions, register_macros
 from dbt_llm.in_flight import InFlight
 from dbt_llm.lookup import newest_us, show_store
@@ -21,6 +21,7 @@ from dbt_llm.resolve_loop import Build, Settings, Summary, resolve
 from dbt_llm.run_log import RunLog, run_row
 from dbt_llm.runner import Output, Run, Runner
 from dbt_llm.store import open_store
+from dbt_llm.store_upkeep import tidy
 
 
 class Session:
@@ -76,6 +77,9 @@ class Session:
         finally:
             if settings.mode is Mode.GENERATE and (summary is not None or runner.jobs):
                 self._log(runner, output, started, summary, failure)
+                # Who has stopped a run does not want to wait for it.
+                if not isinstance(failure, CancelledError | KeyboardInterrupt):
+                    self._tidy(output, ["generations", "runs"] if runner.jobs else ["runs"])
         if summary is not None:
             output.info(summary_line(run.name, summary))
         return summary
@@ -106,3 +110,12 @@ class Session:
         except Exception as error:
             # The answers are stored; a model does not fail for its log.
             output.warn(f"llm: {runner.origin()['node_id']}: {error}")
+
+    def _tidy(self, output: Output, tables: list[str]) -> None:
+        for table in tables:
+            try:
+                with panics_as_errors():
+                    tidy(self.config.store, table)
+            except Exception as error:
+                # The next run tries again; what is stored is read all the same.
+                output.warn(f"llm: the store's table {table} is left as it is: {error}")

@@ -13,6 +13,9 @@ import duckdb
 import pyarrow.parquet as pq
 import yaml
 
+from dbt_llm.config import StoreConfig
+from dbt_llm.store import open_store
+
 ROOT = Path(__file__).parent.parent
 
 REPLAY = {"default": {"engine": "replay"}}
@@ -52,6 +55,8 @@ class Project:
             "commit_interval_s": 1.0,
         }
         self.schema: str | None = None
+        self.output: dict[str, Any] = {}
+        """More of the profile's target, such as secrets."""
         (folder / "models").mkdir(parents=True)
         project: dict[str, Any] = {
             "name": name,
@@ -177,7 +182,8 @@ class Project:
     def generations(self, select: str = "*", where: str = "true") -> list[tuple[Any, ...]]:
         """Read the store's committed rows."""
         if self.config["store"].get("format") == "parquet":
-            files = sorted(map(str, self.store.glob("part-*.parquet")))
+            config = StoreConfig(path=self.config["store"]["path"], format="parquet")
+            files = list(open_store(config).snapshot().files)
         else:
             from deltalake import DeltaTable
 
@@ -205,6 +211,7 @@ class Project:
             "path": str(self.folder / self.database),
             "threads": self.threads,
             "plugins": [{"module": "dbt_llm", "config": {**self.config, "llms": self.llms}}],
+            **self.output,
         }
         if self.schema is not None:
             output["schema"] = self.schema
@@ -218,9 +225,11 @@ class Project:
 
 
 def _close_database() -> None:
-    # dbt-duckdb holds the database open, and so locked, until the process ends.
+    # dbt-duckdb holds the database open, and so locked, until the process ends, and warns of each
+    # thing once until then.
     from dbt.adapters.duckdb.connections import DuckDBConnectionManager
 
     if DuckDBConnectionManager._ENV is not None:
         DuckDBConnectionManager._ENV.close()
         DuckDBConnectionManager._ENV = None
+    DuckDBConnectionManager._LOGGED_MESSAGES.clear()

@@ -41,7 +41,7 @@ STEPS = {
     "spool": ("dbt_llm.spool:prepare_requests", True),
     "engine start": ("dbt_llm.engine:start_engine", True),
     "first answer": ("dbt_llm.part_writer:PartWriter.add", True),
-    "half a part file": ("dbt_llm.part_writer:os.fsync", True),
+    "half a part file": ("dbt_llm.storage:Path.rename", False),
     "part file": ("dbt_llm.part_writer:PartWriter._write_part", True),
     "before commit": ("dbt_llm.store:_check", False),
     "after commit": ("dbt_llm.job_pass:Pass._commit", True),
@@ -264,7 +264,7 @@ def _wrong_store(project: Project, recovery: Recovery) -> list[str]:
     if not _is_real(recovery.fault) and rows - keys > recovery.asked_twice:
         wrong.append(f"{rows - keys} rows are stored twice")
     for path in project.store.iterdir():
-        if path.name.startswith(("part-", "_delta_log")) or path.name.startswith("."):
+        if path.name.startswith(("part-", "_delta_log", "_replaced", ".")):
             continue
         wrong.append(f"{path.name} lies in the store")
     for path in project.store.glob("part-*.parquet"):

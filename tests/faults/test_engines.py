@@ -107,7 +107,11 @@ class Unit:
             patch.setattr(engine_actor, "_redirect_output", lambda path: None)
             actor = EngineActor({"model": "rogue"}, str(self._folder / "engine.log"))
             await actor.start({}, this_process())
-        job = {"folder": str(self._folder), "provenance": asdict(provenance())}
+        job = {
+            "folder": str(self._folder),
+            "storage_options": {},
+            "provenance": asdict(provenance()),
+        }
         requests = requests_of(PROMPTS, self._call)
         call = self._call
         try:

@@ -271,6 +271,16 @@ def test_model_without_a_call_is_left_to_dbt(project: Project) -> None:
     assert not project.store.exists()
 
 
+def test_a_model_that_only_wants_keys_is_left_to_dbt(project: Project) -> None:
+    project.model("hashes", "select llm_prompt_hash('x') as h, llm_prompt_hash('y') as g")
+    project.model("wrong", "select llm_prompt_hash('x', model := 'nobody') as h")
+    outcome = project.dbt("run")
+    assert outcome.statuses == {"hashes": "success", "wrong": "error"}
+    assert "llm: hashes" not in outcome.log and "nobody" in outcome.log
+    assert project.query("select length(h), h <> g from hashes") == [(64, True)]
+    assert not project.store.exists()
+
+
 def test_view_with_a_call_is_refused_and_others_work(project: Project) -> None:
     project.model("fine", "select 1 as one", materialized="view")
     project.model("bad", "select llm_generate('x') as r", materialized="view")

@@ -97,6 +97,13 @@ def test_a_prompt_of_two_models_is_asked_and_planned_once(project: Project) -> N
     assert sum(asked(project).values()) == 120
 
 
+def test_a_model_that_only_wants_keys_is_not_planned(project: Project) -> None:
+    project.model("keys", "select llm_prompt_hash(w) as h from {{ ref('words') }}")
+    assert list(plan(project)) == ["answers"]
+    assert project.dbt("run", "--select", "words").success
+    assert list(plan(project)) == ["answers"]
+
+
 def test_limits_of_queries_and_of_runs_are_planned(project: Project) -> None:
     project.model(
         "answers", "select llm_generate(w) as a from {{ ref('words') }} order by i limit 9"

@@ -13,6 +13,7 @@ from dbt_llm.config import load_config
 from dbt_llm.part_writer import PartWriter
 from dbt_llm.parts import Part, Provenance
 from dbt_llm.schema import REQUESTS, Answer, answers_table
+from dbt_llm.storage import Folder, LocalFolder
 
 LLMS = load_config(
     {
@@ -56,7 +57,7 @@ def requests_of(prompts: Iterable[str], call: Call | None = None) -> pa.Table:
 
 
 def write_part(
-    folder: Path,
+    folder: Path | Folder,
     prompts: Iterable[str],
     answer: Callable[[str, str], Answer],
     call: Call | None = None,
@@ -67,8 +68,9 @@ def write_part(
     requests = requests_of(prompts, call)
     answers = [answer(row["prompt_hash"], row["prompt"]) for row in requests.to_pylist()]
     random.Random(1).shuffle(answers)
-    folder.mkdir(parents=True, exist_ok=True)
-    writer = PartWriter(str(folder), call.call_hash, call.text, provenance(**changes), "1")
+    files = LocalFolder(folder) if isinstance(folder, Path) else folder
+    files.make_folder()
+    writer = PartWriter(files, call.call_hash, call.text, provenance(**changes), "1")
     writer.add(answers_table(answers), requests)
     (part,) = writer.flush()
     return part

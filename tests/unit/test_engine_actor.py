@@ -42,7 +42,11 @@ def run(monkeypatch, tmp_path):
             actor = EngineActor({"model": "m"}, str(tmp_path / "engine.log"))
             await actor.start({}, this_process())
             call = call_of()
-            job = {"folder": str(tmp_path), "provenance": asdict(provenance())}
+            job = {
+                "folder": str(tmp_path),
+                "storage_options": {},
+                "provenance": asdict(provenance()),
+            }
             requests = requests_of([f"x{number}" for number in range(30)])
             unit = asyncio.ensure_future(
                 actor.answer(requests, 5, 10, call.call_hash, call.content, job)

@@ -13,7 +13,7 @@ from dbt_llm import errors
 
 ROOT = Path(__file__).parents[2]
 HEAVY = [
-    *("ray", "vllm", "deltalake", "dbt", "duckdb", "torch", "pydantic", "rich"),
+    *("ray", "vllm", "deltalake", "obstore", "dbt", "duckdb", "torch", "pydantic", "rich"),
     *("pyarrow", "pyarrow.compute", "pyarrow.parquet"),
 ]
 
@@ -91,7 +91,8 @@ def test_every_module_is_in_the_map_of_the_code():
     [
         ("dbt", {"dbt_project", "plugin"}),
         ("vllm", {"engine_vllm"}),
-        ("deltalake", {"run_log", "store"}),
+        ("deltalake", {"lake_delta", "run_log", "store", "store_upkeep"}),
+        ("obstore", {"object_store"}),
         ("ray", {"job_pass", "pool", "ray_session", "units"}),
     ],
 )

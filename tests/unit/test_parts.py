@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dbt_llm.part_writer import PartWriter, read_part
-from dbt_llm.parts import PART_PATTERN, Part, parts_of_run, remove_half_parts
+from dbt_llm.parts import PART_PATTERN, Part, parts_of_run
 from dbt_llm.schema import ANSWERS, GENERATIONS, Answer, answers_table
+from dbt_llm.storage import LocalFolder, remove_half_files
 from tests.unit.generations import (
     call_of,
     failing,
@@ -33,7 +34,7 @@ def rows(part):
 
 def writer(folder, **changes):
     folder.mkdir(exist_ok=True)
-    return PartWriter(str(folder), CALL.call_hash, CALL.text, provenance(**changes), "1")
+    return PartWriter(LocalFolder(folder), CALL.call_hash, CALL.text, provenance(**changes), "1")
 
 
 @given(prompts=st.lists(st.text(), min_size=1, unique=True))
@@ -46,7 +47,7 @@ def test_every_output_lies_beside_its_own_prompt(tmp_path_factory, prompts):
 
 def test_a_long_call_makes_no_small_parts(tmp_path):
     call = call_of(system="x" * 200_000)
-    one = PartWriter(str(tmp_path), call.call_hash, call.text, provenance(), "1")
+    one = PartWriter(LocalFolder(tmp_path), call.call_hash, call.text, provenance(), "1")
     for start in range(0, 2000, 500):
         requests = requests_of(map(str, range(start, start + 500)), call)
         one.add(
@@ -180,7 +181,7 @@ def test_a_part_crosses_a_process_as_plain_data(tmp_path):
 @pytest.mark.parametrize("answer", [good, failing("server_error")])
 def test_read_part_equals_the_part_that_was_written(tmp_path, answer):
     part = write_part(tmp_path, ["a", "b", "c"], answer, price_prompt=1.0)
-    assert read_part(tmp_path / part.path) == part
+    assert read_part(LocalFolder(tmp_path), Path(part.path).name) == part
 
 
 def test_a_truncated_part_cannot_be_read(tmp_path):
@@ -188,7 +189,7 @@ def test_a_truncated_part_cannot_be_read(tmp_path):
     path = tmp_path / part.path
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises((pa.ArrowException, OSError)):
-        read_part(path)
+        read_part(LocalFolder(tmp_path), path.name)
 
 
 def test_a_part_appears_whole_under_its_name(tmp_path, monkeypatch):
@@ -294,9 +295,11 @@ def test_parts_are_found_by_their_run(tmp_path):
     first = write_part(tmp_path, ["a"], good, run_id="r1")
     second = write_part(tmp_path, ["b"], good, run_id="r2")
     third = write_part(tmp_path, ["c"], good, run_id="r1")
-    assert [str(path) for path in parts_of_run(tmp_path, "r1")] == [first.path, third.path]
-    assert [str(path) for path in parts_of_run(tmp_path, "r2")] == [second.path]
-    assert parts_of_run(tmp_path / "none", "r1") == []
+    folder = LocalFolder(tmp_path)
+    names = [Path(part.path).name for part in (first, second, third)]
+    assert parts_of_run(folder, "r1") == [names[0], names[2]]
+    assert parts_of_run(folder, "r2") == [names[1]]
+    assert parts_of_run(LocalFolder(tmp_path / "none"), "r1") == []
 
 
 def test_answers_table_has_the_declared_schema_even_when_empty():
@@ -313,5 +316,5 @@ def test_half_parts_are_removed_once_they_are_old(tmp_path):
         path.write_bytes(b"PAR1")
     for path in (old, Path(part.path)):
         os.utime(path, (time.time() - 90_000, time.time() - 90_000))
-    remove_half_parts(tmp_path)
+    remove_half_files(tmp_path)
     assert set(tmp_path.iterdir()) == {young, Path(part.path)}

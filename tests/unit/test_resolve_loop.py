@@ -55,7 +55,7 @@ class Jobs:
             random.Random(2).shuffle(answers)
             call = file.call
             where = provenance(run_id=self.run_id, llm=call.llm)
-            writer = PartWriter(str(self.store.folder), call.call_hash, call.text, where, "1")
+            writer = PartWriter(self.store.files, call.call_hash, call.text, where, "1")
             writer.add(answers_table(answers), requests)
             parts = writer.flush()
             self.store.commit(parts)
