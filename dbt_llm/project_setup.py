@@ -34,6 +34,14 @@ PROFILE = """\
 """
 
 
+IS_INCREMENTAL = """\
+{# Lets is_incremental() be true in lakehouse models, too; dbt takes it from here alone. #}
+{% macro is_incremental() -%}
+  {{ return(dbt_llm.is_incremental()) }}
+{%- endmacro %}
+"""
+
+
 @dataclass(frozen=True)
 class Change:
     """What became of one file."""
@@ -69,6 +77,8 @@ def set_up(project: Path, package: Path) -> tuple[list[Change], str]:
     changes = [_dispatch(path, str(name)), _packages(project, package)]
     for change in changes:
         _check(change)
+    folders = content.get("macro-paths") or ["macros"]
+    changes.append(_is_incremental(project, [str(folder) for folder in folders]))
     return changes, PROFILE.format(profile=content.get("profile", name))
 
 
@@ -76,6 +86,7 @@ def write(changes: list[Change]) -> None:
     """Write the files that change."""
     for change in changes:
         if change.text is not None:
+            change.path.parent.mkdir(parents=True, exist_ok=True)
             change.path.write_text(change.text, encoding="utf-8", newline="")
 
 
@@ -174,6 +185,21 @@ def _names_it(where: str) -> bool:
     """Tell whether a folder or an address is that of a copy of this package."""
     last = where.rstrip("/").removesuffix("/include").removesuffix(".git")
     return re.split(r"[/:]", last)[-1] in {"dbt-llm", "dbt_llm"}
+
+
+def _is_incremental(project: Path, folders: list[str]) -> Change:
+    for folder in folders:
+        for path in sorted((project / folder).rglob("*.sql")):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if re.search(r"macro\s+is_incremental\s*\(", text):
+                if "dbt_llm.is_incremental" in text:
+                    return Change(path, "the macro is_incremental is there already")
+                words = "stays; for lakehouse models, have it call dbt_llm.is_incremental()"
+                return Change(path, words)
+    path = project / folders[0] / "is_incremental.sql"
+    if path.exists():
+        path = path.with_name("dbt_llm_is_incremental.sql")
+    return Change(path, "is written", IS_INCREMENTAL)
 
 
 def _compose(path: Path, text: str) -> Any:

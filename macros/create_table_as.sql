@@ -14,7 +14,9 @@
   {%- set build_sql = dbt.duckdb__create_table_as(temporary, relation, compiled_code, language, partitioned_by, sorted_by) -%}
   {%- if language == 'sql' and execute and model.resource_type != 'unit_test' -%}
     {%- set columns = none -%}
-    {%- if temporary and config.get('on_schema_change') == 'fail' -%}
+    {#- A lakehouse table is checked by its writer, since its first run is temporary, too. -#}
+    {%- set has_table = config.get('materialized') != 'lakehouse' or dbt_llm.is_incremental() -%}
+    {%- if temporary and has_table and config.get('on_schema_change') == 'fail' -%}
       {%- set columns = adapter.get_columns_in_relation(this) | map(attribute='name') | list -%}
     {%- endif -%}
     {#- dbt adds a test's `limit` to its SQL: one on the failing rows, while all values are judged. -#}

@@ -59,6 +59,7 @@ PROVED: dict[str, tuple[str, str]] = {
     },
     "`snapshot`": ("what is missing", "test_materializations.py::test_snapshot"),
     "`external`": ("what is missing", "test_materializations.py::test_external"),
+    "`lakehouse`": ("what is missing", "test_lakehouse.py::test_an_enriched_table_is_read_by_all"),
     "`external` without rows upstream": (
         "nothing",
         "test_materializations.py::test_external_upstream_without_rows_asks_nothing",

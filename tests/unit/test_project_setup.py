@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from dbt_llm.errors import ConfigError
-from dbt_llm.project_setup import set_up, write
+from dbt_llm.project_setup import IS_INCREMENTAL, set_up, write
 
 PACKAGE = Path("/opt/it's/dbt_llm/include")
 PLAIN = """\
@@ -189,3 +189,33 @@ def test_what_cannot_be_done_is_said_and_nothing_written(project, text, words):
 def test_a_folder_without_a_project_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="Run this in a dbt project"):
         set_up(tmp_path, PACKAGE)
+
+
+def test_the_macro_is_incremental_is_written_where_macros_are(project):
+    folder = project(f"{PLAIN}macro-paths: [my macros, macros]\n")
+    after(folder)
+    assert (folder / "my macros" / "is_incremental.sql").read_text() == IS_INCREMENTAL
+    changes, _ = set_up(folder, PACKAGE)
+    assert (changes[-1].text, changes[-1].words) == (
+        None,
+        "the macro is_incremental is there already",
+    )
+
+
+def test_a_macro_is_incremental_of_the_users_stays(project):
+    folder = project()
+    own = folder / "macros" / "deep" / "own.sql"
+    own.parent.mkdir(parents=True)
+    own.write_text("{%- macro  is_incremental () -%}{{ return(false) }}{%- endmacro -%}")
+    changes, _ = set_up(folder, PACKAGE)
+    assert (changes[-1].path, changes[-1].text) == (own, None)
+    assert "have it call dbt_llm.is_incremental()" in changes[-1].words
+
+
+def test_a_file_of_the_name_that_holds_something_else_stays(project):
+    folder = project()
+    (folder / "macros").mkdir()
+    (folder / "macros" / "is_incremental.sql").write_text("{# nothing #}")
+    after(folder)
+    assert (folder / "macros" / "is_incremental.sql").read_text() == "{# nothing #}"
+    assert (folder / "macros" / "dbt_llm_is_incremental.sql").read_text() == IS_INCREMENTAL
