@@ -47,7 +47,8 @@ $(DUCKDB2): | install
 	$(PY) -m pip install -q --no-deps --target $@ duckdb==2.0.1
 
 clean:  ## Remove what the demo and the tests made; installed packages and weights stay.
-	rm -rf example_project/lake/llm example_project/lake/replay example_project/lake/*.parquet
+	rm -rf example_project/lake/llm example_project/lake/replay example_project/lake/tables \
+		example_project/lake/*.parquet
 	rm -rf example_project/target example_project/logs example_project/dbt_packages
 	rm -f example_project/*.duckdb example_project/*.wal example_project/package-lock.yml
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

@@ -10,6 +10,7 @@ from typing import Any
 
 import duckdb
 import pytest
+from deltalake import DeltaTable
 
 from tests.e2e.conftest import WEIGHTS
 from tests.project import ROOT
@@ -57,12 +58,13 @@ def test_the_build_asks_what_the_plan_said(example: Path) -> None:
     planned = plan(example)
     assert not list((example / "lake").rglob("*.parquet"))
     run(example, "-c", DBT, "build")
-    store = str(example / "lake" / "llm" / "generations" / "*.parquet")
+    generations = DeltaTable(example / "lake" / "llm" / "generations").to_pyarrow_table()
     asked = duckdb.sql(
         "select split_part(node_id, '.', 3), call_hash, count(*), "
         "coalesce(sum(prompt_tokens) filter (completion_tokens is not null), 0) "
-        f"from read_parquet('{store}') group by all"
+        "from generations group by all"
     ).fetchall()
+    assert generations.num_rows > 400
     by_model: dict[str, list[tuple[int, float]]] = {}
     for model, _, rows, tokens in asked:
         by_model.setdefault(model, []).append((rows, tokens))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import deltalake
 import duckdb
 import pytest
 
@@ -69,8 +70,15 @@ def test_example_is_built_and_asks_nothing_again(example: Path) -> None:
     connection.close()
 
     second = dbt(example, "build")
-    assert "Done. PASS=39 WARN=0 ERROR=0" in second
+    assert "Done. PASS=45 WARN=0 ERROR=0" in second
     assert generated(second) == 0
+    texts, overview = (
+        deltalake.DeltaTable(example / "lake" / "tables" / "replay" / "main" / name)
+        for name in ("text_summaries", "ticket_overview")
+    )
+    assert (texts.version(), overview.version()) == (0, 0)
+    assert texts.metadata().description.startswith("A one-sentence summary of each distinct text")
+    assert texts.to_pyarrow_table().num_rows == 198
 
     seed = example / "seeds" / "tickets.csv"
     with seed.open(newline="", encoding="utf-8") as file:
@@ -84,3 +92,9 @@ def test_example_is_built_and_asks_nothing_again(example: Path) -> None:
     third = dbt(example, "build")
     # A changed body of a satisfied customer is one new summary; there is no reply to draft.
     assert generated(third) == 1
+    texts.update_incremental()
+    assert texts.version() == 1
+    added = texts.get_add_actions(flatten=True)["num_records"].to_pylist()
+    table = texts.to_pyarrow_table().to_pylist()
+    assert [row["tickets"] for row in table if row["body"] == changed["body"]] == [1]
+    assert len(table) == len({row["prompt_hash"] for row in table}) == sum(added)

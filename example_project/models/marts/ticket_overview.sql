@@ -1,4 +1,7 @@
 -- Counts per channel and topic. It only reads the three LLM models, so nothing is asked here.
+-- A Delta table, of which each run writes what is different, and removes what is gone.
+{{ config(materialized='lakehouse', unique_key=['channel', 'topic'], incremental_strategy='overwrite') }}
+
 with tickets as (
 
     select
