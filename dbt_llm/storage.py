@@ -137,7 +137,7 @@ class LocalFolder:
 
     def address(self, name: str) -> str:
         """See `Folder`."""
-        return str(self.local / name)
+        return f"{self.local}{os.sep}{name}"
 
     def names(self, pattern: str) -> list[str]:
         """See `Folder`."""
@@ -228,7 +228,11 @@ class LocalFolder:
     def is_table(self) -> bool:
         """See `Folder`."""
         # delta-rs would look at every file of the log to say whether there is one.
-        return next((self.local / "_delta_log").glob("[0-9]*"), None) is not None
+        try:
+            with os.scandir(self.local / "_delta_log") as entries:
+                return any(entry.name[0].isdecimal() for entry in entries)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def make_folder(self) -> None:
         """See `Folder`."""
