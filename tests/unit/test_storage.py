@@ -77,6 +77,25 @@ def test_options_with_credentials_count_alone(monkeypatch):
     assert storage_options("s3://lake/x", own, [SECRET]) == own
 
 
+def test_the_environment_gives_the_region_to_credentials_of_the_profile(monkeypatch):
+    monkeypatch.setenv("AWS_REGION", "eu-central-1")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of-another-key")
+    own = {"aws_access_key_id": "own", "aws_secret_access_key": "own-secret"}
+    region = {"AWS_REGION": "eu-central-1"}
+    assert storage_options("s3://lake/x", own) == own | region
+    # What the profile says counts.
+    assert storage_options("s3://lake/x", {}, [SECRET]) == OF_SECRET
+    assert storage_options("s3://lake/x", own | {"region": "x"}) == own | {"region": "x"}
+
+
+def test_a_scope_that_ends_with_a_slash_covers_the_store():
+    secrets = [
+        SECRET | {"key_id": "wide", "scope": "s3://lake/"},
+        SECRET | {"scope": "s3://lake/x/"},
+    ]
+    assert storage_options("s3://lake/x", {}, secrets) == OF_SECRET
+
+
 def test_other_options_are_added_to_what_a_secret_gives():
     own = {"timeout": "5s", "AWS_REGION": "us-west-2"}
     assert storage_options("s3://lake/x", own, [SECRET]) == {**OF_SECRET, **own}
