@@ -4,6 +4,7 @@ A table's columns are kept as Arrow types. What has one obvious lossless form is
 to its text); what would lose its meaning is refused.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,18 +143,23 @@ def plain(type_: Any) -> Any:
 
     Two programs' types can then be compared.
     """
-    if pa.types.is_large_string(type_):
-        return pa.string()
-    if pa.types.is_large_binary(type_):
-        return pa.binary()
+    return _rebuilt(type_, lambda leaf: _SMALL.get(leaf, leaf))
+
+
+def _rebuilt(type_: Any, of_leaf: Callable[[Any], Any]) -> Any:
+    """Return a type with other leaves, within lists, maps and structs as well."""
     if pa.types.is_list(type_) or pa.types.is_large_list(type_):
-        return pa.list_(plain(type_.value_type))
+        return pa.list_(_rebuilt(type_.value_type, of_leaf))
     if pa.types.is_map(type_):
-        return pa.map_(plain(type_.key_type), plain(type_.item_type))
+        return pa.map_(_rebuilt(type_.key_type, of_leaf), _rebuilt(type_.item_type, of_leaf))
     if pa.types.is_struct(type_):
         fields = [type_.field(number) for number in range(type_.num_fields)]
-        return pa.struct([pa.field(one.name, plain(one.type)) for one in fields])
-    return type_
+        return pa.struct([pa.field(one.name, _rebuilt(one.type, of_leaf)) for one in fields])
+    return of_leaf(type_)
+
+
+_SMALL = {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}
+_LARGE = {small: large for large, small in _SMALL.items()}
 
 
 def arrow_schema(columns: list[Column]) -> pa.Schema:
@@ -163,22 +169,12 @@ def arrow_schema(columns: list[Column]) -> pa.Schema:
 
 def file_schema(columns: list[Column]) -> pa.Schema:
     """Return the schema of the data files: the same in Parquet, with room for 2 GiB at a time."""
-    return pa.schema([pa.field(column.name, _large(column.type)) for column in columns])
-
-
-def _large(type_: Any) -> Any:
-    if pa.types.is_string(type_):
-        return pa.large_string()
-    if pa.types.is_binary(type_):
-        return pa.large_binary()
-    if pa.types.is_list(type_):
-        return pa.list_(_large(type_.value_type))
-    if pa.types.is_map(type_):
-        return pa.map_(_large(type_.key_type), _large(type_.item_type))
-    if pa.types.is_struct(type_):
-        fields = [type_.field(number) for number in range(type_.num_fields)]
-        return pa.struct([pa.field(one.name, _large(one.type)) for one in fields])
-    return type_
+    return pa.schema(
+        [
+            pa.field(column.name, _rebuilt(column.type, lambda leaf: _LARGE.get(leaf, leaf)))
+            for column in columns
+        ]
+    )
 
 
 def _arrow_type(type_: Any) -> pa.DataType:

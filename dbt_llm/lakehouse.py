@@ -98,10 +98,9 @@ def write_model(cursor: Any, model: Model) -> str:
 
 def table_exists(config: ModelConfig, location: str, options: Mapping[str, str]) -> bool:
     """Tell whether there is a table at a location, without reading it."""
-    if is_url(location):
+    if config.format == "delta":
         return open_folder(location, options).is_table()
-    log = "_delta_log" if config.format == "delta" else MANIFESTS
-    return any((Path(location) / log).glob("[0-9]*.json"))
+    return any((Path(location) / MANIFESTS).glob("[0-9]*.json"))
 
 
 def _retry(do: Callable[[], None]) -> None:

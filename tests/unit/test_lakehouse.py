@@ -551,24 +551,26 @@ def test_statistics_are_those_of_the_rows(tmp_path):
     }
 
 
-@FORMATS
-def test_a_second_writer_works_on_what_the_first_left(tmp_path, monkeypatch, format_):
-    lake = Lake(tmp_path / "t", format_)
-    lake.write(THREE, unique_key="id")
-    from dbt_llm import lakehouse
-
-    other = Lake(lake.folder, format_)
-    real = lakehouse.FileWriter.write
+def come_between(monkeypatch, other, **config):
+    """Have another writer commit a row once somebody has written files, before these count."""
+    real = lake_files.FileWriter.write
     raced = []
 
     def write(self, cursor, query):
         files = real(self, cursor, query)
         if not raced:
             raced.append(True)
-            other.write("select 7::bigint as id, 'other' as v", unique_key="id")
+            other.write("select 7::bigint as id, 'other' as v", **config)
         return files
 
-    monkeypatch.setattr(lakehouse.FileWriter, "write", write)
+    monkeypatch.setattr(lake_files.FileWriter, "write", write)
+
+
+@FORMATS
+def test_a_second_writer_works_on_what_the_first_left(tmp_path, monkeypatch, format_):
+    lake = Lake(tmp_path / "t", format_)
+    lake.write(THREE, unique_key="id")
+    come_between(monkeypatch, Lake(lake.folder, format_), unique_key="id")
     rows = lake.write("select 7::bigint as id, 'mine' as v", unique_key="id")
     assert rows == [(0, "v0"), (1, "v1"), (2, "v2"), (7, "mine")]
     listed = {Path(file.address) for file in lake.state().files}
@@ -894,18 +896,7 @@ def test_appending_by_an_old_view_is_refused(tmp_path):
 def test_an_append_that_comes_second_fails_and_adds_nothing(tmp_path, monkeypatch, format_):
     lake = Lake(tmp_path / "t", format_)
     lake.write(THREE, incremental_strategy="append", incremental=False)
-    other = Lake(lake.folder, format_)
-    real = lake_files.FileWriter.write
-    raced = []
-
-    def write(self, cursor, query):
-        files = real(self, cursor, query)
-        if not raced:
-            raced.append(True)
-            other.write("select 7::bigint as id, 'other' as v", incremental_strategy="append")
-        return files
-
-    monkeypatch.setattr(lake_files.FileWriter, "write", write)
+    come_between(monkeypatch, Lake(lake.folder, format_), incremental_strategy="append")
     with pytest.raises(LakehouseError, match="run dbt again"):
         lake.write("select 7::bigint as id, 'mine' as v", incremental_strategy="append")
     assert lake.rows() == [(0, "v0"), (1, "v1"), (2, "v2"), (7, "other")]
