@@ -290,12 +290,10 @@ class _Upkeep:
         ages = {one.file: one.age_s(now) for one in records}
         old = [one for one in records if ages[one.file] >= retention_hours * 3600]
         names = self._unneeded(set(there), records, old, retention_hours) & there.keys()
-        # What another process compacts just now counts a moment later.
-        known = self._ever_counted(set(there))
-        names -= self._kept_for(
-            [one for one in records if one.file not in known and ages[one.file] < _UNDER_WAY_S],
-            records,
-        )
+        if recent := [one for one in records if ages[one.file] < _UNDER_WAY_S]:
+            # What another process compacts just now counts a moment later.
+            known = self._ever_counted(set(there))
+            names -= self._kept_for([one for one in recent if one.file not in known], records)
         if not dry_run:
             # The oldest first: what a file replaced must not outlive it.
             for name in sorted(names):
