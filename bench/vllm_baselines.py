@@ -30,11 +30,16 @@ Taken = tuple[float, int, int]
 """Seconds, prompt tokens and completion tokens."""
 
 
+WHAT = {"chat": "`LLM.chat`", "ray_data": "`ray.data.llm`"}
+"""The baselines, and what people call them."""
+
+
 class Baseline:
     """A baseline's process."""
 
     def __init__(self, name: str, engine: dict[str, Any], requests: Requests, folder: Path) -> None:
         """Start it; `engine` is what dbt-llm's engine is started with. Its log goes to `folder`."""
+        self.what = WHAT[name]
         path, self._log = folder / f"{name}.json", folder / f"{name}.log"
         path.write_text(json.dumps({"engine": engine, "requests": requests}))
         with self._log.open("w") as log:

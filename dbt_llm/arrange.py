@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from dbt_llm.schema import REQUESTS
 
 _BATCH_BYTES = 32 * 1024 * 1024
-_BUCKET_BYTES = 128 * 1024 * 1024
+_BUCKET_BYTES = 256 * 1024 * 1024
 # Every bucket is an open file; and a bucket's texts must fit into one Arrow array.
 _MOST_BUCKETS = 64
 _LARGEST_BUCKET_BYTES = 1024 * 1024 * 1024
@@ -37,28 +37,45 @@ def write_in_order(source: Path, rows: Any, lengths: Any, target: Path) -> int:
     if not len(rows):
         return 0
     sizes = lengths.astype(np.int64) + _KEY_BYTES
-    ends = np.cumsum(sizes)
-    size = min(max(_BUCKET_BYTES, int(ends[-1]) // _MOST_BUCKETS), _LARGEST_BUCKET_BYTES)
-    _, bucket_of = np.unique((ends - sizes) // size, return_inverse=True)
-    buckets = [target.with_name(f"{target.name}.{n}") for n in range(int(bucket_of[-1]) + 1)]
     with pq.ParquetFile(source) as file, _writer(target, REQUESTS) as writer:
-        places = np.full(max(1, file.metadata.num_rows), -1, np.int64)
-        places[rows] = np.arange(len(rows))
-        batch_rows = max(1, min(_MOST_BATCH_ROWS, _BATCH_BYTES * len(rows) // int(ends[-1])))
-        pieces = _pieces(file, places, bucket_of, batch_rows)
-        for number, gathered in enumerate(_gather(pieces, buckets)):
-            placed = gathered.take(np.argsort(gathered[_PLACE].to_numpy()))
-            table = placed.select(REQUESTS.names).cast(REQUESTS)
-            for start, stop in _groups(sizes[bucket_of == number]):
-                writer.write_table(table.slice(start, stop - start))
+        if _unpacked_bytes(file) <= _BUCKET_BYTES:
+            tables = iter([file.read(REQUESTS.names).take(pa.array(rows))])
+        else:
+            tables = _through_buckets(file, rows, sizes, target)
+        done = 0
+        for table in tables:
+            for start, stop in _groups(sizes[done : done + table.num_rows]):
+                writer.write_table(table.slice(start, stop - start).cast(REQUESTS))
+            done += table.num_rows
     return len(rows)
 
 
 def largest_row_bytes(path: str) -> int:
     """Return the mean size of a request in that row group of a file where it is largest."""
-    metadata = pq.read_metadata(path)
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    groups = _row_groups(pq.read_metadata(path))
     return max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=1)
+
+
+def _unpacked_bytes(file: pq.ParquetFile) -> int:
+    return sum(group.total_byte_size for group in _row_groups(file.metadata))
+
+
+def _row_groups(metadata: Any) -> list[Any]:
+    return [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+
+
+def _through_buckets(file: Any, rows: Any, sizes: Any, target: Path) -> Iterator[pa.Table]:
+    """Yield the requests in order; only one bucket of them is in memory."""
+    ends = np.cumsum(sizes)
+    size = min(max(_BUCKET_BYTES, int(ends[-1]) // _MOST_BUCKETS), _LARGEST_BUCKET_BYTES)
+    _, bucket_of = np.unique((ends - sizes) // size, return_inverse=True)
+    buckets = [target.with_name(f"{target.name}.{n}") for n in range(int(bucket_of[-1]) + 1)]
+    places = np.full(file.metadata.num_rows, -1, np.int64)
+    places[rows] = np.arange(len(rows))
+    batch_rows = max(1, min(_MOST_BATCH_ROWS, _BATCH_BYTES * len(rows) // int(ends[-1])))
+    for gathered in _gather(_pieces(file, places, bucket_of, batch_rows), buckets):
+        placed = gathered.take(np.argsort(gathered[_PLACE].to_numpy()))
+        yield placed.select(REQUESTS.names)
 
 
 def _groups(sizes: Any) -> Iterator[tuple[int, int]]:
@@ -106,5 +123,7 @@ def _gather(pieces: Iterator[tuple[int, pa.Table]], buckets: list[Path]) -> Iter
 
 
 def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    # It is read once and soon: what compresses more would take longer.
-    return pq.ParquetWriter(path, schema, compression="lz4", use_dictionary=False)
+    # It is read once, soon and as a whole: what compresses more or describes it would take longer.
+    return pq.ParquetWriter(
+        path, schema, compression="lz4", use_dictionary=False, write_statistics=False
+    )

@@ -172,7 +172,7 @@ def _lacks_output(answers: pa.Table) -> bool:
 
 
 def _may_reason(answers: pa.Table) -> bool:
-    return bool(pc.any(pc.match_substring_regex(answers["output"], "</?think>")).as_py())
+    return bool(pc.any(pc.match_substring(answers["output"], "think>")).as_py())
 
 
 def _fields(row: dict[str, Any]) -> dict[str, Any]:

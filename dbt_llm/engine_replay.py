@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from dbt_llm.config import ReplayRule
 from dbt_llm.engine import Emit
@@ -180,17 +181,20 @@ _DATES = ("2026-01-02", "2026-01-02 03:04:05", "03:04:05")
 
 def _make_up(requests: pa.Table, kind: dict[str, Any]) -> pa.Table:
     prompts, rows = requests["prompt"].to_pylist(), requests.num_rows
-    embeds = kind["type"] == "embedding"
-    outputs = [""] * rows if embeds else [made_up_answer(prompt, kind) for prompt in prompts]
-    columns: dict[str, Any] = {
-        "prompt_hash": requests["prompt_hash"],
-        "output": pa.nulls(rows, pa.string()) if embeds else outputs,
-        "embedding": [made_up_embedding(prompt) if embeds else None for prompt in prompts],
+    columns: dict[str, Any] = {"prompt_hash": requests["prompt_hash"]}
+    if kind["type"] == "embedding":
+        columns["embedding"] = [made_up_embedding(prompt) for prompt in prompts]
+        completion_tokens = pa.repeat(1, rows)
+    else:
+        outputs = [made_up_answer(prompt, kind) for prompt in prompts]
+        columns["output"] = pa.array(outputs, pa.string())
+        completion_tokens = _tokens_of_each(columns["output"])
+    columns |= {
         "status": pa.repeat("ok", rows),
         "tokens_estimated": pa.repeat(False, rows),
         "finish_reason": pa.repeat("stop", rows),
-        "prompt_tokens": [_tokens(prompt) for prompt in prompts],
-        "completion_tokens": [_tokens(output) for output in outputs],
+        "prompt_tokens": _tokens_of_each(requests["prompt"]),
+        "completion_tokens": completion_tokens,
         "latency_s": pa.repeat(0.0, rows),
         "attempts": pa.repeat(pa.scalar(1, pa.int32()), rows),
     }
@@ -202,6 +206,12 @@ def _make_up(requests: pa.Table, kind: dict[str, Any]) -> pa.Table:
 
 def _tokens(text: str) -> int:
     return 1 + len(text) // _CHARACTERS_PER_TOKEN
+
+
+def _tokens_of_each(texts: Any) -> Any:
+    """Return what `_tokens` says of each text of an Arrow array."""
+    lengths = pc.cast(pc.utf8_length(texts), pa.int64())
+    return pc.add(pc.divide(lengths, _CHARACTERS_PER_TOKEN), 1)
 
 
 def _read_rules(path: Path) -> list[ReplayRule]:

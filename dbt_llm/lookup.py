@@ -4,7 +4,7 @@ The SQL functions look an answer up in `dbt_llm_generations`, a view of the conn
 points it at a state of the store, with one row for each key.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from dbt_llm import functions, sql
@@ -15,6 +15,7 @@ from dbt_llm.schema import LASTING_ERRORS
 
 if TYPE_CHECKING:
     from dbt_llm.store import Snapshot, Store
+    from dbt_llm.unique_keys import UniqueKeys
 
 # Of several generations of one key, a good one counts before a failed one, then the newest.
 BEST_FIRST = "partition by call_hash, prompt_hash order by status = 'ok' desc, created_at desc"
@@ -35,15 +36,23 @@ def show_store(cursor: Any, store: "Store") -> None:
     _create_view(cursor, select)
 
 
-def show_answers(cursor: Any, store: "Store", visible: str, calls: Iterable[str]) -> "Snapshot":
+def show_answers(
+    cursor: Any,
+    store: "Store",
+    visible: str,
+    calls: Collection[str],
+    unique_keys: "UniqueKeys | None" = None,
+) -> "Snapshot":
     """Do the same for a build: with rows that `visible` (a SQL condition) lets through, and fast.
 
     Grouping a whole store by key would take longer than the lookups, so only the keys that occur
     more than once are grouped, and as a rule there are none. `calls` has the hashes of the build's
-    calls; the other calls of the store are not looked at.
+    calls; the other calls of the store are not looked at. `unique_keys`, where `visible` lets
+    through all lasting rows, knows of stores that were looked at before.
     """
     snapshot, select = _select_answers(cursor, store, visible)
-    if select is not None:
+    known = unique_keys is not None and unique_keys.hold(snapshot.files, calls)
+    if select is not None and not known:
         own = f"call_hash in ({', '.join(map(sql.literal, calls))})"
         repeats = sql.scalar(
             cursor,
@@ -51,6 +60,8 @@ def show_answers(cursor: Any, store: "Store", visible: str, calls: Iterable[str]
         )
         if repeats:
             select = _without_repeats(cursor, select, own)
+        elif unique_keys is not None:
+            unique_keys.note(snapshot.files, calls)
     _create_view(cursor, select)
     return snapshot
 

@@ -20,8 +20,11 @@ from dbt_llm.schema import ANSWERS, GENERATIONS
 from dbt_llm.storage import Folder
 from dbt_llm.tally import tally_of
 
-_FLUSH_ROWS = 50_000
+_FLUSH_ROWS = 200_000
 _FLUSH_BYTES = 64 * 1024 * 1024
+_ROW_GROUP_ROWS = 122_880
+# A disk that is slower than the engine must not fill the memory.
+_MOST_FLUSHES = 4
 _CREATED_AT = GENERATIONS.field("created_at").type
 # Columns that hardly ever repeat a value; to look for a dictionary only takes time.
 _DISTINCT = {"prompt_hash", "prompt", "output", "embedding", "error", "latency_s"}
@@ -66,7 +69,7 @@ class PartWriter:
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._written: list[Part] = []
-        self._uploading: threading.Thread | None = None
+        self._background: threading.Thread | None = None
 
     def add(self, answers: pa.Table, requests: pa.Table) -> None:
         """Complete answers (schema `ANSWERS`) with their requests and buffer them.
@@ -78,11 +81,11 @@ class PartWriter:
             self._buffer.append(table)
             self._rows += table.num_rows
             self._bytes += table.nbytes
-            full = self._rows >= _FLUSH_ROWS or self._bytes >= _FLUSH_BYTES
-        if full and is_url(str(self.folder)):
-            self._begin_to_write()
-        elif full:
+            flushes = max(self._rows / _FLUSH_ROWS, self._bytes / _FLUSH_BYTES)
+        if flushes >= _MOST_FLUSHES and not is_url(str(self.folder)):
             self._try_to_write()
+        elif flushes >= 1:
+            self._begin_to_write()
 
     def _try_to_write(self) -> None:
         # The engine that answers is not at fault; who asks for the parts will be told.
@@ -90,10 +93,10 @@ class PartWriter:
             self.write()
 
     def _begin_to_write(self) -> None:
-        """Write in a thread of its own: the engine must not wait for an upload."""
-        if self._uploading is None or not self._uploading.is_alive():
-            self._uploading = threading.Thread(target=self._try_to_write, daemon=True)
-            self._uploading.start()
+        """Write in a thread of its own: the engine must not wait for a disk or an upload."""
+        if self._background is None or not self._background.is_alive():
+            self._background = threading.Thread(target=self._try_to_write, daemon=True)
+            self._background.start()
 
     def flush(self) -> list[Part]:
         """Write what is buffered, and return all parts that were written since the last call."""
@@ -187,6 +190,7 @@ class PartWriter:
             pq.write_table(
                 table,
                 file,
+                row_group_size=_ROW_GROUP_ROWS,
                 compression="zstd",
                 use_dictionary=[name for name in table.column_names if name not in _DISTINCT],
                 # The Arrow schema would have readers make dictionaries, too.

@@ -225,6 +225,7 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         settings = Settings(
             run_id=run.run_id,
             spool_folder=run.spool_folder,
+            unique_keys=run.unique_keys,
             mode=mode,
             refresh=refresh,
             limit=config.limit if limit is None else limit,

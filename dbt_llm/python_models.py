@@ -91,6 +91,7 @@ def _resolve_alone(
     settings = Settings(
         run_id=run.run_id,
         spool_folder=run.spool_folder,
+        unique_keys=run.unique_keys,
         mode=Mode(options["mode"] or "generate"),
         max_error_ratio=session.config.max_error_ratio,
     )

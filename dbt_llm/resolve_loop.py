@@ -30,6 +30,7 @@ from dbt_llm.errors import (
 from dbt_llm.in_flight import InFlight, wait_for
 from dbt_llm.job_spec import JobResult
 from dbt_llm.lookup import lasting, show_answers
+from dbt_llm.unique_keys import UniqueKeys
 
 if TYPE_CHECKING:
     from dbt_llm.spool import Prepared, RequestFile
@@ -112,6 +113,8 @@ class Settings:
     """The largest number of requests; the rest stays NULL."""
     max_error_ratio: float = 1.0
     """More failed prompts than this share are an error."""
+    unique_keys: UniqueKeys | None = None
+    """Knows which stores have every key once."""
     cancelled: threading.Event = field(default_factory=threading.Event)
     """Set when the user interrupts."""
     warn: Callable[[str], None] = lambda _: None
@@ -237,6 +240,7 @@ class _Loop:
         self._settings = settings
         self._asked: list[RequestFile] = []
         self._history: tuple[str, ...] = ()
+        self._all_new = self._counting = False
         self._summary = Summary(calls=resolution.calls)
 
     def run(self) -> Summary:
@@ -284,9 +288,15 @@ class _Loop:
             self._store,
             mine if refresh else f"{mine} or {lasting()}",
             self._resolution.calls,
+            None if refresh else self._settings.unique_keys,
         )
         self._history = snapshot.files
         counting = snapshot.rows is not None and snapshot.rows <= _COUNT_UP_TO_ROWS
+        settings = self._settings
+        if snapshot.rows == 0 and settings.mode is Mode.GENERATE and settings.limit is None:
+            # All prompts are asked, and what is asked is counted in any case.
+            self._all_new, counting = True, False
+        self._counting = counting
         self._resolution.seen.clear()
         self._resolution.missing.clear()
         self._cursor.execute(
@@ -301,9 +311,12 @@ class _Loop:
                 "input can be read only once. Give it a table instead of a stream, for example "
                 "to_arrow_table() instead of arrow(). The answers are stored."
             )
-        # A call that depends on another call's answer may be asked first and not needed then.
-        most = max(seen, self._summary.prompts or 0)
-        self._summary.prompts = most if counting and most < MAX_SEEN else None
+        if counting:
+            # A call that depends on another's answer may be asked first and not needed then.
+            most = max(seen, self._summary.prompts or 0)
+            self._summary.prompts = most if most < MAX_SEEN else None
+        else:
+            self._summary.prompts = (self._summary.prompts or 0) if self._all_new else None
         raw = self._resolution.spool.take()
         if raw is not None:
             self._cursor.execute(self._build.undo)
@@ -339,6 +352,8 @@ class _Loop:
         run_id = self._settings.run_id
         left_out = False
         prepared, waiting_for = self._in_flight.claim(run_id, prepare)
+        if self._summary.prompts is not None and not self._counting:
+            self._summary.prompts += prepared.rows + prepared.left_to_others
         try:
             if prepared.files:
                 self._asked += prepared.files

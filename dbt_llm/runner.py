@@ -17,6 +17,7 @@ from dbt_llm.files import file_name, write_private
 from dbt_llm.job_spec import JobResult, JobSpec
 from dbt_llm.parts import Provenance
 from dbt_llm.progress import Progress, failure_lines
+from dbt_llm.unique_keys import UniqueKeys
 from dbt_llm.version import __version__
 
 if TYPE_CHECKING:
@@ -50,6 +51,11 @@ class Run:
     def name(self) -> str:
         """See `node_name`."""
         return node_name(self.node_id)
+
+    @property
+    def unique_keys(self) -> UniqueKeys:
+        """What runs of this target folder know of the keys of stores."""
+        return UniqueKeys((self.target_folder / "llm" / "unique_keys.json").absolute())
 
 
 def node_name(node_id: str) -> str:

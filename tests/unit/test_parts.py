@@ -234,10 +234,46 @@ def test_a_full_buffer_is_written_without_a_flush(tmp_path, monkeypatch):
     monkeypatch.setattr("dbt_llm.part_writer._FLUSH_ROWS", 2)
     parts = writer(tmp_path)
     requests = requests_of(["a", "b", "c"])
-    for prompt in ("a", "b", "c"):
+    for prompt in ("a", "b"):
         parts.add(answers_table([good(key(prompt), prompt)]), requests)
-    assert len(list(tmp_path.glob(PART_PATTERN))) == 1
+    # In a thread of its own, so that the engine goes on.
+    end = time.monotonic() + 30
+    while not list(tmp_path.glob(PART_PATTERN)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    parts.add(answers_table([good(key("c"), "c")]), requests)
     assert [part.rows for part in parts.flush()] == [2, 1]
+
+
+def test_an_engine_waits_for_a_disk_that_is_slower(tmp_path, monkeypatch):
+    go_on = threading.Event()
+    write_table = pq.write_table
+
+    def slow(table, file, **options):
+        assert go_on.wait(30)
+        write_table(table, file, **options)
+
+    monkeypatch.setattr("dbt_llm.part_writer._FLUSH_ROWS", 2)
+    monkeypatch.setattr("dbt_llm.part_writer.pq.write_table", slow)
+    parts = writer(tmp_path)
+    prompts = [str(number) for number in range(40)]
+    requests = requests_of(prompts)
+    taken = []
+
+    def engine():
+        for prompt in prompts:
+            parts.add(answers_table([good(key(prompt), prompt)]), requests)
+            taken.append(prompt)
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    thread.join(0.5)
+    assert thread.is_alive()
+    # What is being written, and no more than four times as much again.
+    assert len(taken) <= 12
+    go_on.set()
+    thread.join(30)
+    assert sum(part.rows for part in parts.flush()) == len(prompts)
 
 
 def test_eight_threads_share_a_writer(tmp_path, monkeypatch):

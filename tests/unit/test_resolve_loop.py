@@ -155,8 +155,23 @@ def test_a_flat_query_settles_in_one_round_and_a_rerun_in_none(warehouse_of_any_
 
 def test_a_large_store_is_not_counted(warehouse_of_any_format, monkeypatch):
     monkeypatch.setattr("dbt_llm.resolve_loop._COUNT_UP_TO_ROWS", 3)
+    warehouse_of_any_format.build(ALL)
     summary, _ = warehouse_of_any_format.build(ALL)
-    assert (summary.prompts, summary.generated) == (None, 4)
+    assert (summary.prompts, summary.generated) == (None, 0)
+
+
+@pytest.mark.parametrize("most", [3, 100])
+def test_prompts_that_are_all_new_are_counted_as_they_are_asked(warehouse, monkeypatch, most):
+    monkeypatch.setattr("dbt_llm.resolve_loop._COUNT_UP_TO_ROWS", most)
+    nested = "select llm_generate('g' || g), llm_generate(llm_generate('g' || g)) from t"
+    summary, _ = warehouse.build(nested)
+    assert (summary.prompts, summary.generated) == (4, 4)
+    assert summary.counts()["stored"] == 0
+
+
+def test_a_query_without_any_prompt_has_none(warehouse):
+    summary, _ = warehouse.build("select llm_generate(prompt) from t where false")
+    assert summary.prompts == 0
 
 
 def test_a_changed_row_alone_is_asked(warehouse):
