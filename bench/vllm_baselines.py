@@ -93,13 +93,12 @@ def ray_data(engine: dict[str, Any], requests: Requests) -> Callable[[], Taken]:
     """Ray Data's LLM processor over all requests, in blocks of its own batch size.
 
     Every execution of a dataset starts an engine. The time runs from when that is ready until the
-    last row comes, so that what the other stages do before, up to the tokens, costs nothing.
+    last row comes, so that what the other stages do before, up to the tokens, costs nothing. Ray
+    ends after each, since all that it keeps running would slow the other side.
     """
     import ray
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
-    # More CPUs than there are, or its five stages would not all be placed on a small machine.
-    ray.init(address="local", num_cpus=16, include_dashboard=False, logging_level="ERROR")
     ray.data.DataContext.get_current().enable_progress_bars = False
     arguments = _arguments(engine)
     config = vLLMEngineProcessorConfig(
@@ -125,12 +124,15 @@ def ray_data(engine: dict[str, Any], requests: Requests) -> Callable[[], Taken]:
     ]
 
     def run() -> Taken:
+        # More CPUs than there are, or its five stages would not all be placed on a small machine.
+        ray.init(address="local", num_cpus=16, include_dashboard=False, logging_level="ERROR")
         blocks = -(-len(rows) // config.batch_size)
         prompt_tokens = completion_tokens = 0
         for answer in processor(ray.data.from_items(rows, override_num_blocks=blocks)).iter_rows():
             ended = time.time()
             prompt_tokens += answer["num_input_tokens"]
             completion_tokens += answer["num_generated_tokens"]
+        ray.shutdown()
         return ended - ready.stat().st_mtime, prompt_tokens, completion_tokens
 
     return run

@@ -42,16 +42,18 @@ def show_answers(
     visible: str,
     calls: Collection[str],
     unique_keys: "UniqueKeys | None" = None,
+    look: bool = False,
 ) -> "Snapshot":
     """Do the same for a build: with rows that `visible` (a SQL condition) lets through, and fast.
 
     Grouping a whole store by key would take longer than the lookups, so only the keys that occur
     more than once are grouped, and as a rule there are none. `calls` has the hashes of the build's
-    calls; the other calls of the store are not looked at. `unique_keys`, where `visible` lets
-    through all lasting rows, knows of stores that were looked at before.
+    calls; the other calls of the store are not looked at. `unique_keys` knows of stores that were
+    looked at before; `visible` must let through all lasting rows, and where it shows others that
+    are in the store, `look` must be true.
     """
     snapshot, select = _select_answers(cursor, store, visible)
-    known = unique_keys is not None and unique_keys.hold(snapshot.files, calls)
+    known = unique_keys is not None and not look and unique_keys.hold(snapshot.files, calls)
     if select is not None and not known:
         own = f"call_hash in ({', '.join(map(sql.literal, calls))})"
         repeats = sql.scalar(

@@ -289,6 +289,7 @@ class _Loop:
             mine if refresh else f"{mine} or {lasting()}",
             self._resolution.calls,
             None if refresh else self._settings.unique_keys,
+            look=bool(self._asked),
         )
         self._history = snapshot.files
         counting = snapshot.rows is not None and snapshot.rows <= _COUNT_UP_TO_ROWS
@@ -296,6 +297,7 @@ class _Loop:
         if snapshot.rows == 0 and settings.mode is Mode.GENERATE and settings.limit is None:
             # All prompts are asked, and what is asked is counted in any case.
             self._all_new, counting = True, False
+            self._summary.prompts = self._summary.prompts or 0
         self._counting = counting
         self._resolution.seen.clear()
         self._resolution.missing.clear()
@@ -315,8 +317,8 @@ class _Loop:
             # A call that depends on another's answer may be asked first and not needed then.
             most = max(seen, self._summary.prompts or 0)
             self._summary.prompts = most if most < MAX_SEEN else None
-        else:
-            self._summary.prompts = (self._summary.prompts or 0) if self._all_new else None
+        elif not self._all_new:
+            self._summary.prompts = None
         raw = self._resolution.spool.take()
         if raw is not None:
             self._cursor.execute(self._build.undo)

@@ -55,7 +55,7 @@ class Run:
     @property
     def unique_keys(self) -> UniqueKeys:
         """What runs of this target folder know of the keys of stores."""
-        return UniqueKeys((self.target_folder / "llm" / "unique_keys.json").absolute())
+        return UniqueKeys((self.target_folder / "llm" / "store" / "unique_keys.json").absolute())
 
 
 def node_name(node_id: str) -> str:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import get_ident
 
 from dbt_llm.call import sha256_hex
 from dbt_llm.files import write_private
@@ -29,7 +30,7 @@ class UniqueKeys:
         """Remember that none does; of other files than these everything is forgotten."""
         state = _state(files)
         known = {"files": state, "calls": sorted(self._known(state) | set(calls))}
-        hidden = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        hidden = self.path.with_name(f".{self.path.name}.{os.getpid()}-{get_ident()}")
         # To look again is no harm.
         with contextlib.suppress(OSError):
             write_private(hidden, json.dumps(known))

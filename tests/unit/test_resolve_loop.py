@@ -6,6 +6,7 @@ import duckdb
 import pyarrow.parquet as pq
 import pytest
 
+from dbt_llm import sql
 from dbt_llm.collector import Collector, Mode
 from dbt_llm.config import StoreConfig
 from dbt_llm.delta_extension import load_delta_extension
@@ -25,6 +26,7 @@ from dbt_llm.part_writer import PartWriter
 from dbt_llm.resolve_loop import Build, Settings, resolve
 from dbt_llm.schema import LASTING_ERRORS, PASSING_ERRORS, answers_table
 from dbt_llm.store import open_store
+from dbt_llm.unique_keys import UniqueKeys
 from tests.unit.generations import LLMS, failing, good, key, provenance, write_part
 
 ALL = "select i, llm_generate(prompt) as x from t order by i"
@@ -151,6 +153,29 @@ def test_a_flat_query_settles_in_one_round_and_a_rerun_in_none(warehouse_of_any_
     assert rows == [(i, f"<p{i}>") for i in range(4)]
     assert again.rounds == []
     assert (summary.prompts, summary.generated, summary.jobs) == (4, 0, [])
+
+
+def test_a_rerun_does_not_look_for_repeated_keys_again(
+    warehouse_of_any_format, tmp_path, monkeypatch
+):
+    looked = []
+    real = sql.scalar
+
+    def scalar(cursor, query):
+        looked.append("count(distinct" in query)
+        return real(cursor, query)
+
+    monkeypatch.setattr("dbt_llm.lookup.sql.scalar", scalar)
+    warehouse, unique_keys = warehouse_of_any_format, UniqueKeys(tmp_path / "unique_keys.json")
+    for _ in range(3):
+        _, rows = warehouse.build(ALL, unique_keys=unique_keys)
+        assert rows == [(i, f"<p{i}>") for i in range(4)]
+        assert sum(looked) == 1
+    warehouse.connection.execute("update t set prompt = 'new' where i = 2")
+    for _ in range(2):
+        _, rows = warehouse.build(ALL, unique_keys=unique_keys)
+        assert outputs(rows) == ["<p0>", "<p1>", "<new>", "<p3>"]
+        assert sum(looked) == 2
 
 
 def test_a_large_store_is_not_counted(warehouse_of_any_format, monkeypatch):

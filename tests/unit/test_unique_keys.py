@@ -7,7 +7,7 @@ from dbt_llm.config import StoreConfig
 from dbt_llm.lookup import lasting, show_answers
 from dbt_llm.store import open_store
 from dbt_llm.unique_keys import UniqueKeys
-from tests.unit.generations import call_of, good, write_part
+from tests.unit.generations import call_of, failing, good, write_part
 
 CALL = call_of()
 FILES = ["part-1.parquet", "part-2.parquet"]
@@ -91,6 +91,22 @@ def test_a_store_is_looked_at_once_and_again_when_it_has_changed(store, unique_k
         # What has repeats is looked at each time.
         assert shown() == shown() == [("<newer p>",), ("<q>",)]
         assert len(looked) == 3
+
+
+def test_a_run_looks_at_its_own_failures_whatever_others_noted(store, unique_keys, looked):
+    store.commit([write_part(store.files, ["p"], good, CALL)])
+    failed = failing("timeout")
+    store.commit([write_part(store.files, ["p"], failed, CALL, run_id="mine", after_us=2 * 10**15)])
+    with duckdb.connect() as connection:
+
+        def shown(visible, **options):
+            calls = [CALL.call_hash]
+            show_answers(connection, store, visible, calls, unique_keys, **options)
+            return connection.execute("select output from dbt_llm_generations").fetchall()
+
+        assert shown(lasting()) == [("<p>",)]
+        assert shown(f"run_id = 'mine' or {lasting()}", look=True) == [("<p>",)]
+        assert len(looked) == 2
 
 
 def newer(prompt_hash, prompt):
