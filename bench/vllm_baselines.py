@@ -1,4 +1,4 @@
-"""Baselines for the `vllm` engine, each in a process that keeps its engine between runs.
+"""Baselines for the `vllm` engine, each in a process of its own.
 
     python -m bench.vllm_baselines chat|ray_data REQUESTS
 
@@ -35,36 +35,43 @@ WHAT = {"chat": "`LLM.chat`", "ray_data": "`ray.data.llm`"}
 
 
 class Baseline:
-    """A baseline's process."""
+    """A baseline's process, which starts with its first run."""
 
     def __init__(self, name: str, engine: dict[str, Any], requests: Requests, folder: Path) -> None:
-        """Start it; `engine` is what dbt-llm's engine is started with. Its log goes to `folder`."""
+        """`engine` is what dbt-llm's engine is started with. The process's log goes to `folder`."""
         self.what = WHAT[name]
-        path, self._log = folder / f"{name}.json", folder / f"{name}.log"
-        path.write_text(json.dumps({"engine": engine, "requests": requests}))
+        self._name = name
+        self._path, self._log = folder / f"{name}.json", folder / f"{name}.log"
+        self._path.write_text(json.dumps({"engine": engine, "requests": requests}))
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self) -> Taken:
+        """Answer all requests once."""
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+        assert answer, f"the baseline ended; see {self._log}"
+        seconds, prompt_tokens, completion_tokens = json.loads(answer)
+        return seconds, prompt_tokens, completion_tokens
+
+    def close(self) -> None:
+        """End the process; another run starts a new one."""
+        if self._process is not None:
+            self._process.communicate()
+            self._process = None
+
+    def _start(self) -> "subprocess.Popen[str]":
         with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "bench.vllm_baselines", name, str(path)],
+            return subprocess.Popen(
+                [sys.executable, "-m", "bench.vllm_baselines", self._name, str(self._path)],
                 cwd=Path(__file__).parent.parent,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
             )
-
-    def run(self) -> Taken:
-        """Answer all requests once."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        assert answer, f"the baseline ended; see {self._log}"
-        seconds, prompt_tokens, completion_tokens = json.loads(answer)
-        return seconds, prompt_tokens, completion_tokens
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.communicate()
 
 
 def chat(engine: dict[str, Any], requests: Requests) -> Callable[[], Taken]:
@@ -93,12 +100,13 @@ def ray_data(engine: dict[str, Any], requests: Requests) -> Callable[[], Taken]:
     """Ray Data's LLM processor over all requests, in blocks of its own batch size.
 
     Every execution of a dataset starts an engine. The time runs from when that is ready until the
-    last row comes, so that what the other stages do before, up to the tokens, costs nothing. Ray
-    ends after each, since all that it keeps running would slow the other side.
+    last row comes, so that what the other stages do before, up to the tokens, costs nothing.
     """
     import ray
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
+    # More CPUs than there are, or its five stages would not all be placed on a small machine.
+    ray.init(address="local", num_cpus=16, include_dashboard=False, logging_level="ERROR")
     ray.data.DataContext.get_current().enable_progress_bars = False
     arguments = _arguments(engine)
     config = vLLMEngineProcessorConfig(
@@ -124,15 +132,12 @@ def ray_data(engine: dict[str, Any], requests: Requests) -> Callable[[], Taken]:
     ]
 
     def run() -> Taken:
-        # More CPUs than there are, or its five stages would not all be placed on a small machine.
-        ray.init(address="local", num_cpus=16, include_dashboard=False, logging_level="ERROR")
         blocks = -(-len(rows) // config.batch_size)
         prompt_tokens = completion_tokens = 0
         for answer in processor(ray.data.from_items(rows, override_num_blocks=blocks)).iter_rows():
             ended = time.time()
             prompt_tokens += answer["num_input_tokens"]
             completion_tokens += answer["num_generated_tokens"]
-        ray.shutdown()
         return ended - ready.stat().st_mtime, prompt_tokens, completion_tokens
 
     return run

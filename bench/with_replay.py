@@ -102,8 +102,10 @@ def warm(rows: int, runs: int) -> list[Figure]:
         for number in range(3)
     ]
 
-    def baseline() -> float:
-        with duckdb.connect(str(project.folder / project.database)) as connection:
+    database = str(project.folder / project.database)
+
+    def bare() -> None:
+        with duckdb.connect(database) as connection:
             load_delta_extension(connection)
             columns = ", ".join(f"s{n}.output as c{n}" for n in range(3))
             joins = " ".join(
@@ -111,16 +113,17 @@ def warm(rows: int, runs: int) -> list[Figure]:
                 f"on s{n}.prompt_hash = sha256('{call_hash}' || body)"
                 for n, call_hash in enumerate(hashes)
             )
-            seconds = timed(
-                lambda: connection.execute(
-                    f"create or replace table bare as select i, {columns} from prompts {joins}"
-                )
+            connection.execute(
+                f"create or replace table bare as select i, {columns} from prompts {joins}"
             )
-            found = connection.execute(
-                "select count(c0), count(c1), count(c2) from bare"
-            ).fetchall()
-            assert found == [(rows, rows, rows)]
-            return seconds
+
+    def baseline() -> float:
+        # A part of the table is written as the database is closed.
+        seconds = timed(bare)
+        with duckdb.connect(database) as connection:
+            counts = "select count(c0), count(c1), count(c2) from bare"
+            assert connection.execute(counts).fetchall() == [(rows, rows, rows)]
+        return seconds
 
     result = alternate(runs, lambda: dbt_seconds(project, "answers"), baseline)
     return [Figure(f"warm rerun, {rows:,} rows, three columns", *result, target="≤ 1.2")]

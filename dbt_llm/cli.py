@@ -1,6 +1,7 @@
 """The command `dbt-llm`: its arguments, and how it ends."""
 
 import argparse
+import gc
 import os
 import sys
 from pathlib import Path
@@ -28,6 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
         # Python would try to write the rest when it ends, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
+    finally:
+        # After an error dbt leaves its pool of threads to the garbage collector. Where that comes
+        # only as Python ends, the pool may fail to close and print a traceback.
+        gc.collect()
 
 
 def _run(arguments: list[str] | None) -> int:

@@ -349,8 +349,8 @@ def test_a_run_under_way_reads_what_another_compacts(project: Project) -> None:
     real = resolve_loop.show_answers
     done = []
 
-    def compacted_meanwhile(*arguments: Any) -> Any:
-        snapshot = real(*arguments)
+    def compacted_meanwhile(*arguments: Any, **options: Any) -> Any:
+        snapshot = real(*arguments, **options)
         done.append(compact(store_config(project), "generations").files)
         return snapshot
 
