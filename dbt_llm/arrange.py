@@ -2,7 +2,7 @@
 
 DuckDB's sort keeps long texts in memory, whatever its limit is. So it only sorts what is short, and
 the rows go where they belong in two passes: into buckets on the disk, then each bucket in order.
-What fits into one bucket stays in memory.
+A small file is put in order in memory.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 from dbt_llm.schema import REQUESTS
 
 _BATCH_BYTES = 32 * 1024 * 1024
-_BUCKET_BYTES = 256 * 1024 * 1024
+_IN_MEMORY_BYTES = 256 * 1024 * 1024
+_BUCKET_BYTES = 64 * 1024 * 1024
 # Every bucket is an open file; and a bucket's texts must fit into one Arrow array.
 _MOST_BUCKETS = 64
 _LARGEST_BUCKET_BYTES = 1024 * 1024 * 1024
@@ -38,7 +39,7 @@ def write_in_order(source: Path, rows: Any, lengths: Any, target: Path) -> int:
         return 0
     sizes = lengths.astype(np.int64) + _KEY_BYTES
     with pq.ParquetFile(source) as file, _writer(target, REQUESTS) as writer:
-        if _unpacked_bytes(file) <= _BUCKET_BYTES:
+        if _unpacked_bytes(file) <= _IN_MEMORY_BYTES:
             tables = iter([file.read(REQUESTS.names).take(pa.array(rows))])
         else:
             tables = _through_buckets(file, rows, sizes, target)

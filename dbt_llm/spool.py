@@ -28,7 +28,7 @@ _RAW = pa.schema(
 )
 _FLUSH_ROWS = 100_000
 _FLUSH_BYTES = 32 * 1024 * 1024
-_MEMORY_BYTES = 2 * 1024**3
+_MEMORY_BYTES = 1024**3
 _SORTED_BYTES = 256 * 1024**2
 # Prompts that begin alike share their beginning in the engine's prefix cache.
 _PREFIX_LENGTH = 64

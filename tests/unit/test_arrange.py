@@ -22,6 +22,7 @@ def test_rows_come_in_the_order_asked_for(tmp_path_factory, bucket_bytes, data, 
     lengths = np.array([len(prompts[row].encode()) for row in rows], np.int64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrange, "_BUCKET_BYTES", bucket_bytes)
+        patch.setattr(arrange, "_IN_MEMORY_BYTES", data.draw(st.sampled_from([0, 10**9])))
         patch.setattr(arrange, "_BATCH_BYTES", 300)
         patch.setattr(arrange, "_MOST_BUCKETS", 8)
         assert write_in_order(source, rows, lengths, target) == len(rows)
@@ -48,6 +49,7 @@ def test_buckets_and_row_groups_are_bounded_in_bytes_where_lengths_differ(tmp_pa
         seen.append(bucket.nbytes)
         return bucket
 
+    monkeypatch.setattr(arrange, "_IN_MEMORY_BYTES", 0)
     monkeypatch.setattr(arrange, "_BUCKET_BYTES", 100_000)
     monkeypatch.setattr(arrange, "_BATCH_BYTES", 50_000)
     monkeypatch.setattr(arrange.pq, "read_table", read)
