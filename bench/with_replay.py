@@ -227,7 +227,7 @@ def memory(rows: int, runs: int) -> list[Figure]:
 
 def _peak_gib(rows: int, body: str) -> float:
     project = new_project(rows, columns=1, body=body)
-    # Otherwise DuckDB takes four fifths of the machine's memory before it puts anything on the disk.
+    # By default DuckDB takes four fifths of the memory before it puts anything on the disk.
     project.output = {"settings": {"memory_limit": "1GB"}}
     process = subprocess.Popen(
         project.command("--quiet", "run", "--select", "answers"), cwd=project.folder
