@@ -17,14 +17,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dbt_llm.replaced import Record, write_record
-from dbt_llm.schema import GENERATIONS, RUNS
+from dbt_llm.schema import GENERATIONS, ROW_GROUP_ROWS, RUNS
 from dbt_llm.storage import Folder
 
 SMALL_BYTES = 8 * 1024 * 1024
 """A file below this is worth merging."""
 _TARGET_BYTES = 32 * 1024 * 1024
 _MOST_UNPACKED_BYTES = 128 * 1024 * 1024
-_ROW_GROUP_ROWS = 122_880
 # Of its own accord a merge takes files of about one size: a file is then rewritten a few times in
 # its life, and not by every merge.
 _TIER = 4
@@ -229,7 +228,7 @@ def _write(
                 content,
                 file,
                 compression="zstd",
-                row_group_size=_ROW_GROUP_ROWS,
+                row_group_size=ROW_GROUP_ROWS,
                 use_dictionary=list(layout.repeated) or True,
                 store_schema=False,
             ),

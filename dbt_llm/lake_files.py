@@ -26,11 +26,11 @@ import pyarrow.parquet as pq
 from dbt_llm.errors import LakehouseError
 from dbt_llm.lake_table import DataFile
 from dbt_llm.lake_types import Column, file_schema
+from dbt_llm.schema import ROW_GROUP_ROWS
 
 TARGET_BYTES = 8 * 1024 * 1024
 """Of a file. A smaller one makes a change of few rows cheaper, and a large table's log longer."""
 _BATCH_ROWS = 8192
-_GROUP_ROWS = 122_880
 """Of a row group, as DuckDB has it; it may also end by its bytes."""
 _MOST_STATS = 32
 _LONGEST_STAT = 64
@@ -123,7 +123,7 @@ class FileWriter:
         self._group.append(rows)
         self._rows += rows.num_rows
         self._seen.add(rows)
-        full = sum(one.num_rows for one in self._group) >= _GROUP_ROWS
+        full = sum(one.num_rows for one in self._group) >= ROW_GROUP_ROWS
         if full or sum(one.nbytes for one in self._group) >= TARGET_BYTES:
             self._end_group()
             if self._file.tell() >= TARGET_BYTES:

@@ -16,13 +16,12 @@ import pyarrow.parquet as pq
 
 from dbt_llm.credentials import is_url
 from dbt_llm.parts import Part, Provenance
-from dbt_llm.schema import ANSWERS, GENERATIONS
+from dbt_llm.schema import ANSWERS, GENERATIONS, ROW_GROUP_ROWS
 from dbt_llm.storage import Folder
 from dbt_llm.tally import tally_of
 
 _FLUSH_ROWS = 200_000
 _FLUSH_BYTES = 64 * 1024 * 1024
-_ROW_GROUP_ROWS = 122_880
 # A disk that is slower than the engine must not fill the memory.
 _MOST_FLUSHES = 4
 _CREATED_AT = GENERATIONS.field("created_at").type
@@ -190,7 +189,7 @@ class PartWriter:
             pq.write_table(
                 table,
                 file,
-                row_group_size=_ROW_GROUP_ROWS,
+                row_group_size=ROW_GROUP_ROWS,
                 compression="zstd",
                 use_dictionary=[name for name in table.column_names if name not in _DISTINCT],
                 # The Arrow schema would have readers make dictionaries, too.

@@ -292,28 +292,27 @@ class _Loop:
             look=bool(self._asked),
         )
         self._history = snapshot.files
-        counting = snapshot.rows is not None and snapshot.rows <= _COUNT_UP_TO_ROWS
+        self._counting = snapshot.rows is not None and snapshot.rows <= _COUNT_UP_TO_ROWS
         settings = self._settings
         if snapshot.rows == 0 and settings.mode is Mode.GENERATE and settings.limit is None:
             # All prompts are asked, and what is asked is counted in any case.
-            self._all_new, counting = True, False
+            self._all_new, self._counting = True, False
             self._summary.prompts = self._summary.prompts or 0
-        self._counting = counting
         self._resolution.seen.clear()
         self._resolution.missing.clear()
         self._cursor.execute(
-            f"set variable {functions.COUNT_VARIABLE} = {'true' if counting else 'null'}"
+            f"set variable {functions.COUNT_VARIABLE} = {'true' if self._counting else 'null'}"
         )
         _execute(self._cursor, self._build.statement, self._resolution)
         seen = len(self._resolution.seen)
         # DuckDB may also have found another plan, in which the rows of the calls are not needed.
-        if counting and not seen and self._asked and self._reads_arrow():
+        if self._counting and not seen and self._asked and self._reads_arrow():
             raise NotSettledError(
                 "The query asked for answers, and evaluated again it has no prompt at all, so its "
                 "input can be read only once. Give it a table instead of a stream, for example "
                 "to_arrow_table() instead of arrow(). The answers are stored."
             )
-        if counting:
+        if self._counting:
             # A call that depends on another's answer may be asked first and not needed then.
             most = max(seen, self._summary.prompts or 0)
             self._summary.prompts = most if most < MAX_SEEN else None

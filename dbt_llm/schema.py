@@ -126,6 +126,9 @@ PASSING_ERRORS = (
 
 ERROR_CODES = LASTING_ERRORS + PASSING_ERRORS
 
+ROW_GROUP_ROWS = 122_880
+"""Of files that DuckDB reads: its own unit, so that each of its threads gets whole ones."""
+
 MOST_TOKENS = 2**31
 """More than any request has; so the sum over a part stays within 64 bits."""
 

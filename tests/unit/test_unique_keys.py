@@ -1,7 +1,6 @@
 import duckdb
 import pytest
 
-from dbt_llm import sql
 from dbt_llm.call import sha256_hex
 from dbt_llm.config import StoreConfig
 from dbt_llm.lookup import lasting, show_answers
@@ -57,21 +56,6 @@ def store(request, tmp_path):
     store = open_store(StoreConfig(path=str(tmp_path / "lake"), format=request.param))
     store.create()
     return store
-
-
-@pytest.fixture
-def looked(monkeypatch):
-    """How often the keys of a store were looked at."""
-    queries = []
-    real = sql.scalar
-
-    def scalar(cursor, query):
-        if "distinct" in query:
-            queries.append(query)
-        return real(cursor, query)
-
-    monkeypatch.setattr("dbt_llm.lookup.sql.scalar", scalar)
-    return queries
 
 
 def test_a_store_is_looked_at_once_and_again_when_it_has_changed(store, unique_keys, looked):
