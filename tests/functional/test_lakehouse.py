@@ -352,7 +352,8 @@ def test_is_incremental_in_a_macro_of_the_project(project: Project) -> None:
     assert not outcome.success and "macros/is_incremental.sql" in outcome.log
     project.write("macros/is_incremental.sql", IS_INCREMENTAL)
     assert project.dbt("run").success
-    assert project.query("select count(*) from t") == [(3,)]
+    # Plain DuckDB would have to install the Delta extension.
+    assert contents(project, ["t"]) == {"t": [(0,), (1,), (2,)]}
 
 
 def test_without_a_table_a_run_is_not_incremental(project: Project) -> None:
