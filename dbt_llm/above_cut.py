@@ -62,7 +62,7 @@ def wrap(query: Query, select: Select, cut: str = "") -> str:
             begin, end = (item.begin, item.end) if item.alias else item.value
             moved[n] = query.edited(begin, end, names)
             if not item.alias:
-                name = item.name or _name_of(query.span(item.begin, item.end))
+                name = item.name or name_of(query.span(item.begin, item.end))
                 moved[n] += f" as {sql.identifier(name)}"
     inner_list = [*kept, *(f"{part} as {name}" for part, name in pushed.items())]
     head = query.span(select.begin, select.items[0][0])
@@ -291,7 +291,7 @@ def needs_rows(query: Query, i: int) -> bool:
 
 
 @functools.cache
-def _name_of(expression: str) -> str:
+def name_of(expression: str) -> str:
     """Return the column name that DuckDB gives an expression: its own text of it."""
     with duckdb.connect() as connection:
         text = connection.execute(

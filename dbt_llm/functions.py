@@ -10,6 +10,10 @@
 4. Where nothing is found, `dbt_llm_collect(token, call_hash, prompt_hash, prompt)` takes the
    prompt and yields NULL.
 
+Where the key of each row is a column already (see `key_columns.py`), three more macros do the same
+in parts: `dbt_llm_key_llm_generate` is the key, `dbt_llm_stored_...` the table of the call's
+answers, and `dbt_llm_answer_...` the result of what was found there.
+
 Why the macros look as they do (each was seen to matter, on DuckDB 1.5 and 2.0):
 
 - `unnest([prompt])` in a subquery is a barrier: DuckDB would otherwise evaluate a literal prompt
@@ -25,7 +29,7 @@ Why the macros look as they do (each was seen to matter, on DuckDB 1.5 and 2.0):
   take their place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,6 +41,10 @@ if TYPE_CHECKING:
 GENERATIONS_VIEW = "temp.main.dbt_llm_generations"
 TOKEN_VARIABLE = "dbt_llm_token"
 COUNT_VARIABLE = "dbt_llm_count"
+# What the names of a function's other macros begin with.
+KEY_MACRO = "dbt_llm_key_"
+STORED_MACRO = "dbt_llm_stored_"
+ANSWER_MACRO = "dbt_llm_answer_"
 
 _SHARED = {
     "model": "'default'",
@@ -89,7 +97,7 @@ class Function:
     columns: tuple[str, ...] = ()
     """What is looked up; none where the key alone is the result."""
     answer: str = ""
-    """The result, where `hit` is the structure of the looked-up columns."""
+    """The result, where `{hit}` stands for the structure of the looked-up columns."""
 
     @property
     def options(self) -> list[str]:
@@ -97,11 +105,9 @@ class Function:
         return [*self.required, *self.optional]
 
 
-_HIT = "struct_extract(dbt_llm_s, 'hit')"
-
 FUNCTIONS = (
-    Function("llm_generate", "generate", "prompt", (), _GENERATE, ("output",), f"{_HIT}.output"),
-    Function("llm_details", "generate", "prompt", (), _GENERATE, tuple(DETAILS), _HIT),
+    Function("llm_generate", "generate", "prompt", (), _GENERATE, ("output",), "{hit}.output"),
+    Function("llm_details", "generate", "prompt", (), _GENERATE, tuple(DETAILS), "{hit}"),
     Function("llm_prompt_hash", "generate", "prompt", (), _GENERATE),
     Function(
         "llm_classify",
@@ -110,7 +116,7 @@ FUNCTIONS = (
         ("labels",),
         {"instruction": "null", **_SHARED},
         ("output",),
-        f"{_HIT}.output",
+        "{hit}.output",
     ),
     Function(
         "llm_filter",
@@ -119,7 +125,7 @@ FUNCTIONS = (
         ("question",),
         _SHARED,
         ("output",),
-        f"{_HIT}.output = 'yes'",
+        "{hit}.output = 'yes'",
     ),
     Function(
         "llm_extract",
@@ -128,7 +134,7 @@ FUNCTIONS = (
         ("fields",),
         {"instruction": "null", **_SHARED},
         ("output",),
-        f"from_json({_HIT}.output, fields)",
+        "from_json({hit}.output, fields)",
     ),
     Function(
         "llm_embed",
@@ -137,7 +143,7 @@ FUNCTIONS = (
         (),
         {"model": "'default'"},
         ("embedding",),
-        f"{_HIT}.embedding",
+        "{hit}.embedding",
     ),
 )
 
@@ -217,17 +223,29 @@ def register_macros(cursor: Any) -> None:
 
 
 def macro_statements() -> list[str]:
-    """Return the `create macro` statements of all public functions."""
+    """Return the `create macro` statements of all public functions, and of what they consist of."""
     return [
-        f"create or replace temp macro {function.name}({_parameters(function)}) as "
-        f"({_lookup(function) if function.columns else _key(function)})"
+        f"create or replace temp macro {head} as {body}"
         for function in FUNCTIONS
+        for head, body in _macros(function)
     ]
 
 
-def _parameters(function: Function) -> str:
+def _macros(function: Function) -> Iterator[tuple[str, str]]:
+    given = _parameters(function, function.prompt)
+    if not function.columns:
+        yield f"{function.name}({given})", f"({_key(function)})"
+        return
+    yield f"{function.name}({given})", _lookup(function)
+    yield f"{KEY_MACRO}{function.name}({given})", _sha256(function, function.prompt)
+    yield f"{STORED_MACRO}{function.name}({_parameters(function)})", f"table {_stored(function)}"
+    found = _parameters(function, "dbt_llm_found", "dbt_llm_hash", function.prompt)
+    yield f"{ANSWER_MACRO}{function.name}({found})", _answer_found(function)
+
+
+def _parameters(function: Function, *first: str) -> str:
     optional = (f"{name} := {default}" for name, default in function.optional.items())
-    return ", ".join([function.prompt, *function.required, *optional])
+    return ", ".join([*first, *function.required, *optional])
 
 
 def _key(function: Function) -> str:
@@ -235,38 +253,59 @@ def _key(function: Function) -> str:
 
 
 def _lookup(function: Function) -> str:
-    fields = ", ".join(f"{name} := dbt_llm_g.{name}" for name in function.columns)
-    found = "dbt_llm_g.prompt_hash is not null"
-    counting = f"getvariable('{COUNT_VARIABLE}') is not null"
+    found = "dbt_llm_g.dbt_llm_hit is not null"
     # The list of one element and the lambda bind the subquery's result to a name. What is in the
-    # lambda is an expression of the user's own query, so a CASE around the call guards it. The
-    # last branch never holds, since dbt_llm_collect yields NULL; it keeps the optimizer from
-    # dropping the call, and gives the result its type.
+    # lambda is an expression of the user's own query, so a CASE around the call guards it.
+    result = _result(
+        function,
+        "struct_extract(dbt_llm_s, 'hit')",
+        "struct_extract(dbt_llm_s, 'call_hash')",
+        "struct_extract(dbt_llm_s, 'hash')",
+        "struct_extract(dbt_llm_s, 'prompt')",
+    )
     return f"""
         list_transform(
             [(
                 select struct_pack(
                     prompt := case when not ({found}) then dbt_llm_prompt end,
                     call_hash := case when not ({found}) then dbt_llm_call_hash end,
-                    hash := case when not ({found}) or {counting} then dbt_llm_hash end,
-                    hit := case when {found} then struct_pack({fields}) end
+                    hash := case when not ({found}) or {_COUNTING} then dbt_llm_h.dbt_llm_hash end,
+                    hit := dbt_llm_g.dbt_llm_hit
                 )
                 from ({_hashed(function)}) as dbt_llm_h
-                left join (
-                    select * from {GENERATIONS_VIEW} as dbt_llm_v
-                    where dbt_llm_v.call_hash = dbt_llm_known_call({_TOKEN}, {_options(function)})
-                ) as dbt_llm_g on dbt_llm_g.prompt_hash = dbt_llm_h.dbt_llm_hash
+                left join ({_stored(function)}) as dbt_llm_g
+                on dbt_llm_g.dbt_llm_hash = dbt_llm_h.dbt_llm_hash
             )],
-            lambda dbt_llm_s: case
-                when {counting}
-                    and dbt_llm_count({_TOKEN}, struct_extract(dbt_llm_s, 'hash')) is null then null
-                when {_HIT} is not null then {function.answer}
-                when dbt_llm_collect(
-                    {_TOKEN}, struct_extract(dbt_llm_s, 'call_hash'),
-                    struct_extract(dbt_llm_s, 'hash'), struct_extract(dbt_llm_s, 'prompt')
-                ) is not null then {function.answer}
-            end
+            lambda dbt_llm_s: {result}
         )[1]"""
+
+
+def _answer_found(function: Function) -> str:
+    call_hash = f"dbt_llm_known_call({_TOKEN}, {_options(function)})"
+    return _result(function, "dbt_llm_found", call_hash, "dbt_llm_hash", function.prompt)
+
+
+def _result(function: Function, hit: str, call_hash: str, hash_: str, prompt: str) -> str:
+    answer = function.answer.format(hit=hit)
+    # The last branch never holds, since dbt_llm_collect yields NULL; it keeps the optimizer from
+    # dropping the call, and gives the result its type.
+    return f"""case
+        when {_COUNTING} and dbt_llm_count({_TOKEN}, {hash_}) is null then null
+        when {hit} is not null then {answer}
+        when dbt_llm_collect({_TOKEN}, {call_hash}, {hash_}, {prompt}) is not null then {answer}
+    end"""
+
+
+def _stored(function: Function) -> str:
+    fields = ", ".join(f"{name} := dbt_llm_v.{name}" for name in function.columns)
+    return f"""
+        select dbt_llm_v.prompt_hash as dbt_llm_hash, struct_pack({fields}) as dbt_llm_hit
+        from {GENERATIONS_VIEW} as dbt_llm_v
+        where dbt_llm_v.call_hash = dbt_llm_known_call({_TOKEN}, {_options(function)})"""
+
+
+def _sha256(function: Function, prompt: str) -> str:
+    return f"sha256(dbt_llm_call({_TOKEN}, {_options(function)}) || {prompt})"
 
 
 def _options(function: Function) -> str:
@@ -289,6 +328,7 @@ def _hashed(function: Function, call_hash: str = "dbt_llm_call") -> str:
         )"""
 
 
+_COUNTING = f"getvariable('{COUNT_VARIABLE}') is not null"
 _TOKEN = f"coalesce(getvariable('{TOKEN_VARIABLE}')::varchar, '')"
 
 

@@ -17,7 +17,7 @@ from dbt_llm.collector import Mode, Resolution
 from dbt_llm.errors import DbtLLMError
 from dbt_llm.lengths import near_history
 from dbt_llm.lookup import lasting, read_table, show_answers
-from dbt_llm.resolve_loop import Build, asked_after_limit, plan_query
+from dbt_llm.resolve_loop import Build, asked_after_limit, fastest, plan_query, with_keyed
 from dbt_llm.runner import node_name
 from dbt_llm.schema import GENERATIONS, RUNS
 from dbt_llm.select_text import may_call
@@ -176,6 +176,7 @@ class _Planner:
                 f"drop table temp.main.{_TABLE}",
             )
             build = asked_after_limit(cursor, build, resolution, plan.warnings.append)
+            build = with_keyed(cursor, build, resolution)
             snapshot = show_answers(
                 cursor,
                 session.store,
@@ -183,7 +184,7 @@ class _Planner:
                 resolution.calls,
             )
             cursor.execute(f"set variable {functions.COUNT_VARIABLE} = true")
-            cursor.execute(build.statement).fetchall()
+            cursor.execute(fastest(cursor, build).statement).fetchall()
             if resolution.error is not None:
                 raise resolution.error
             plan.rows = sql.scalar(cursor, f"select count(*) from temp.main.{_TABLE}")

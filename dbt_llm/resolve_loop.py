@@ -59,6 +59,14 @@ class Build:
     """Statements to run once, before everything else (dbt's `sql_header`)."""
     columns: list[str] | None = None
     """The columns that the query must have; None where it may have any."""
+    keyed: "Build | None" = None
+    """The same with key columns (see `key_columns.py`); None where the query allows none."""
+
+    def with_query(self, query: str) -> "Build | None":
+        """Return the same for another text of the query; None where its place is not clear."""
+        if self.statement.count(self.query) != 1:
+            return None
+        return replace(self, query=query, statement=self.statement.replace(self.query, query))
 
 
 @dataclass
@@ -147,6 +155,7 @@ def resolve(
             return None
         _check_columns(cursor, build, resolution)
         build = asked_after_limit(cursor, build, resolution, settings.warn)
+        build = with_keyed(cursor, build, resolution)
         return _Loop(cursor, build, resolution, store, in_flight, run_jobs, settings).run()
 
 
@@ -204,10 +213,9 @@ def asked_after_limit(
     query, warnings = ask_after_limit(build.query)
     call_sites = resolution.call_sites
     if query != build.query:
-        once = build.statement.count(build.query) == 1
-        if once and same_columns(cursor, build.query, query):
-            statement = build.statement.replace(build.query, query)
-            build = replace(build, query=query, statement=statement)
+        changed = build.with_query(query)
+        if changed is not None and same_columns(cursor, build.query, query):
+            build = changed
         else:
             warnings = [
                 "a call may be asked for more rows than the query keeps: the query that asks later "
@@ -218,6 +226,30 @@ def asked_after_limit(
     for warning in warnings:
         warn(warning)
     return build
+
+
+def with_keyed(cursor: Any, build: Build, resolution: Resolution) -> Build:
+    """Return a build that has one with key columns beside it, if its query allows that."""
+    from dbt_llm.key_columns import with_key_columns
+
+    call_sites = resolution.call_sites
+    variable = sql.literal(functions.TOKEN_VARIABLE)
+    token = sql.scalar(cursor, f"select getvariable({variable})")
+    with cursor.cursor() as other:
+        functions.register_macros(other)
+        other.execute(f"set variable {functions.TOKEN_VARIABLE} = {sql.literal(token)}")
+        query = with_key_columns(other, build.query)
+    # That planned the calls once more, and made no new ones.
+    resolution.call_sites = call_sites
+    return build if query is None else replace(build, keyed=build.with_query(query))
+
+
+def fastest(cursor: Any, build: Build) -> Build:
+    """Return the one with key columns where DuckDB can make use of them for the store as it is."""
+    from dbt_llm.key_columns import rows_pass_by
+
+    keyed = build.keyed
+    return keyed if keyed is not None and rows_pass_by(cursor, keyed.query) else build
 
 
 class _Loop:
@@ -303,7 +335,8 @@ class _Loop:
         self._cursor.execute(
             f"set variable {functions.COUNT_VARIABLE} = {'true' if self._counting else 'null'}"
         )
-        _execute(self._cursor, self._build.statement, self._resolution)
+        statement = fastest(self._cursor, self._build).statement
+        _execute(self._cursor, statement, self._resolution)
         seen = len(self._resolution.seen)
         # DuckDB may also have found another plan, in which the rows of the calls are not needed.
         if self._counting and not seen and self._asked and self._reads_arrow():

@@ -649,7 +649,7 @@ def test_registering_again_replaces_the_collector(tmp_path):
 
 def test_every_public_function_has_one_macro():
     names = [statement.split("temp macro ")[1].split("(")[0] for statement in macro_statements()]
-    assert names == [
+    assert [name for name in names if not name.startswith("dbt_llm_")] == [
         "llm_generate",
         "llm_details",
         "llm_prompt_hash",

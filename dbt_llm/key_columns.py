@@ -1,0 +1,200 @@
+"""Rewrites SELECTs so that the key of a call is a column, by which DuckDB joins the answers.
+
+A macro can look an answer up only in a correlated subquery. DuckDB plans that as a join on the
+prompt, and keeps all rows of the query in memory for it, prompts included, up to three times. With
+the key as a column the rows just pass by the answers:
+
+    select id, llm_generate('About ' || body, seed := 7) as r from t
+
+becomes
+
+    select #1, dbt_llm_answer_llm_generate(
+        dbt_llm_g1.dbt_llm_hit, dbt_llm_h1, dbt_llm_p1, seed := 7
+    ) as r
+    from (select *, dbt_llm_key_llm_generate(dbt_llm_p1, seed := 7) as dbt_llm_h1
+          from (select * replace (unnest([dbt_llm_p1]) as dbt_llm_p1)
+                from (select id, cast('About ' || body as varchar) as dbt_llm_p1 from t)))
+    left join dbt_llm_stored_llm_generate(seed := 7) as dbt_llm_g1
+    on dbt_llm_g1.dbt_llm_hash = dbt_llm_h1
+
+The prompt is computed where the call stood, for the same rows, and once for each: `unnest` keeps
+DuckDB from computing it again. What is not as plain as this stays as it is: it gives the same, and
+takes longer. The generations view has one row per key, or the join would repeat rows.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+from sqlglot import TokenType as T
+from sqlglot.errors import SqlglotError
+
+from dbt_llm import functions, sql
+from dbt_llm.above_cut import Item, UnmovableError, name_of, read_items
+from dbt_llm.limits import same_columns
+from dbt_llm.select_text import CALLS, Query, Select, may_call
+
+# Other clauses see all rows, or are computed after the select list.
+_CLAUSES = {"from", "where", "group"}
+
+
+@dataclass
+class _Asked:
+    """An item of a select list that is a call, and perhaps something after it."""
+
+    item: Item
+    function: str
+    prompt: tuple[int, int]
+    options: str
+    """The text of the other arguments."""
+    after: str
+    """The text after the call, up to the alias: `.status`, `::int`."""
+
+
+def with_key_columns(cursor: Any, query: str) -> str | None:
+    """Return a query with key columns where its calls allow it; None where none does.
+
+    `cursor` is another one than that of the build, since DuckDB 2.0 ends a transaction in which a
+    query cannot be planned. It has the macros, and a resolution of its own.
+    """
+    if not may_call(query):
+        return None
+    text = query
+    try:
+        while (rewritten := _rewrite_one(text)) is not None:
+            text = rewritten
+    except (SqlglotError, IndexError, KeyError, ValueError):
+        return None
+    if text == query:
+        return None
+    try:
+        return text if same_columns(cursor, query, text) else None
+    except duckdb.Error:
+        return None
+
+
+def rows_pass_by(cursor: Any, query: str) -> bool:
+    """Tell whether DuckDB would let the rows of a query with key columns pass by the answers.
+
+    Where it expects fewer rows than answers it does the reverse, and the rows come in the order of
+    the store.
+    """
+    (plan,) = json.loads(cursor.execute(f"explain (format json) {query}").fetchall()[0][1])
+    return set(_join_types(plan)) <= {"LEFT"}
+
+
+def _join_types(node: dict[str, Any]) -> Iterator[str]:
+    """Yield the types of all joins on a key column."""
+    about = node.get("extra_info", {})
+    if "Join Type" in about and re.search(r"\bdbt_llm_h\d", str(about)):
+        yield about["Join Type"]
+    for child in node.get("children", []):
+        yield from _join_types(child)
+
+
+def _rewrite_one(text: str) -> str | None:
+    query = Query(text)
+    if any(token.token_type is T.RECURSIVE for token in query.tokens):
+        return None
+    for select in query.selects:
+        if "from" not in select.clauses or not select.clauses.keys() <= _CLAUSES:
+            continue
+        if not query.calls(select.items) or query.in_expression(select):
+            continue
+        try:
+            items = read_items(query, select)
+        except UnmovableError:
+            continue
+        asked = _asked(query, select, items)
+        rewritten = _rewritten(query, select, items, asked) if asked else None
+        if rewritten is not None:
+            return query.replace(select.begin, select.end, rewritten)
+    return None
+
+
+def _asked(query: Query, select: Select, items: list[Item]) -> dict[int, _Asked]:
+    """Return the items with a plain call, by their place in the select list."""
+    begin, end = select.clauses.get("group", (0, 0))
+    keys = [a for a, _ in query.split(begin + 1, end)]
+    if any(query.type(key) is T.NUMBER or query.word(key) == "all" for key in keys):
+        return {}
+    others = [span for clause, span in select.clauses.items() if clause != "from"]
+    asked = {}
+    for place, item in enumerate(items):
+        found = _read_call(query, item)
+        named = any(query.names(item.alias, *span) for span in others) if item.alias else False
+        if found is not None and not named:
+            asked[place] = found
+    return asked
+
+
+def _read_call(query: Query, item: Item) -> _Asked | None:
+    begin, end = item.value
+    function = query.function(begin)
+    if function is None or function not in CALLS:
+        return None
+    stop = query.close[begin + 1]
+    arguments = query.split(begin + 2, stop)
+    if not arguments or query.type(arguments[0][0] + 1) is T.COLON_EQ:
+        return None
+    prompt = arguments[0]
+    if query.calls([prompt, *arguments[1:], (stop + 1, end)]):
+        return None
+    if any(not prompt[0] <= first < prompt[1] for first, _, _ in item.columns):
+        return None
+    after = range(stop + 1, end)
+    if any(query.type(i) is T.SELECT or query.function(i) for i in after):
+        return None
+    return _Asked(
+        item,
+        function,
+        prompt,
+        query.span(arguments[0][1] + 1, stop),
+        query.span(stop + 1, end),
+    )
+
+
+def _rewritten(
+    query: Query, select: Select, items: list[Item], asked: dict[int, _Asked]
+) -> str | None:
+    prompts, keys, joins, hidden = [], [], [], []
+    answers, edits = {}, {}
+    for number, (place, call) in enumerate(asked.items(), 1):
+        prompt, key, stored = f"dbt_llm_p{number}", f"dbt_llm_h{number}", f"dbt_llm_g{number}"
+        hidden += [prompt, key]
+        options = f", {call.options}" if call.options else ""
+        edits[call.item.begin, call.item.end] = (
+            f"cast({query.span(*call.prompt)} as varchar) as {prompt}"
+        )
+        prompts.append(f"unnest([{prompt}]) as {prompt}")
+        keys.append(f"{functions.KEY_MACRO}{call.function}({prompt}{options}) as {key}")
+        joins.append(
+            f"left join {functions.STORED_MACRO}{call.function}({call.options}) as {stored} "
+            f"on {stored}.dbt_llm_hash = dbt_llm_s.{key}"
+        )
+        found = f"{stored}.dbt_llm_hit, dbt_llm_s.{key}, dbt_llm_s.{prompt}{options}"
+        name = call.item.alias or name_of(query.span(call.item.begin, call.item.end))
+        answer = f"{functions.ANSWER_MACRO}{call.function}({found}){call.after}"
+        answers[place] = f"{answer} as {sql.identifier(name)}"
+    outer = _outer_list(items, answers, hidden)
+    if outer is None:
+        return None
+    inner = query.edited(select.begin, select.end, edits)
+    once = f"select * replace ({', '.join(prompts)}) from ({inner}) as dbt_llm_i"
+    keyed = f"select *, {', '.join(keys)} from ({once}) as dbt_llm_u"
+    return f"select {outer} from ({keyed}) as dbt_llm_s {' '.join(joins)}"
+
+
+def _outer_list(items: list[Item], answers: dict[int, str], hidden: list[str]) -> str | None:
+    """Return the select list with the answers in their places; None where SQL cannot say it."""
+    kept = [place for place in range(len(items)) if place not in answers]
+    if not any(items[place].is_star for place in kept):
+        return ", ".join(answers.get(place, f"#{place + 1}") for place in range(len(items)))
+    # Nothing but one star can stand for what another star gives.
+    if kept[-1] - kept[0] + 1 != len(kept):
+        return None
+    parts = {**answers, kept[0]: f"dbt_llm_s.* exclude ({', '.join(hidden)})"}
+    return ", ".join(parts[place] for place in sorted(parts))
