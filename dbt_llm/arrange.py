@@ -37,7 +37,7 @@ def write_in_order(source: Path, rows: Any, lengths: Any, target: Path) -> int:
     """
     if not len(rows):
         return 0
-    sizes = lengths.astype(np.int64) + _KEY_BYTES
+    sizes = lengths.astype(np.int64, copy=False) + _KEY_BYTES
     with pq.ParquetFile(source) as file, _writer(target, REQUESTS) as writer:
         if _unpacked_bytes(file) <= _IN_MEMORY_BYTES:
             tables = iter([file.read(REQUESTS.names).take(pa.array(rows))])
@@ -69,7 +69,7 @@ def _through_buckets(file: Any, rows: Any, sizes: Any, target: Path) -> Iterator
     """Yield the requests in order; only one bucket of them is in memory."""
     ends = np.cumsum(sizes)
     size = min(max(_BUCKET_BYTES, int(ends[-1]) // _MOST_BUCKETS), _LARGEST_BUCKET_BYTES)
-    _, bucket_of = np.unique((ends - sizes) // size, return_inverse=True)
+    bucket_of = _bucket_numbers(ends, size)
     buckets = [target.with_name(f"{target.name}.{n}") for n in range(int(bucket_of[-1]) + 1)]
     places = np.full(file.metadata.num_rows, -1, np.int64)
     places[rows] = np.arange(len(rows))
@@ -77,6 +77,15 @@ def _through_buckets(file: Any, rows: Any, sizes: Any, target: Path) -> Iterator
     for gathered in _gather(_pieces(file, places, bucket_of, batch_rows), buckets):
         placed = gathered.take(np.argsort(gathered[_PLACE].to_numpy()))
         yield placed.select(REQUESTS.names)
+
+
+def _bucket_numbers(ends: Any, size: int) -> Any:
+    """Return the bucket of each row, in two bytes, since there may be very many rows."""
+    # Where the first row lies of each that begins another multiple of the size.
+    marks = np.searchsorted(ends, np.arange(size, int(ends[-1]), size), "left") + 1
+    starts = np.zeros(len(ends), np.uint16)
+    starts[np.unique(marks[marks < len(ends)])] = 1
+    return np.cumsum(starts, dtype=np.uint16)
 
 
 def _groups(sizes: Any) -> Iterator[tuple[int, int]]:
@@ -100,9 +109,10 @@ def _pieces(
         here = places[start : start + batch.num_rows]
         start += batch.num_rows
         table = pa.table([*batch.select(REQUESTS.names).columns, here], schema=_PLACED)
-        numbers = np.where(here < 0, -1, bucket_of[here])
-        for number in np.unique(numbers[numbers >= 0]):
-            yield int(number), table.take(np.flatnonzero(numbers == number))
+        placed = np.flatnonzero(here >= 0)
+        numbers = bucket_of[here[placed]]
+        for number in np.unique(numbers):
+            yield int(number), table.take(placed[numbers == number])
 
 
 def _gather(pieces: Iterator[tuple[int, pa.Table]], buckets: list[Path]) -> Iterator[pa.Table]:

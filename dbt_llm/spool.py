@@ -180,6 +180,8 @@ def _database(folder: Path) -> Iterator[duckdb.DuckDBPyConnection]:
         yield connection
     finally:
         connection.close()
+        # Arrow would keep hundreds of megabytes for later, through the whole job.
+        pa.default_memory_pool().release_unused()
 
 
 @contextmanager
