@@ -58,7 +58,7 @@ def with_key_columns(cursor: Any, query: str) -> str | None:
     """Return a query with key columns where its calls allow it; None where none does.
 
     `cursor` is another one than that of the build, since DuckDB 2.0 ends a transaction in which a
-    query cannot be planned. It has the macros, and a resolution of its own.
+    query cannot be planned. It has the macros and the build's token.
     """
     if not may_call(query):
         return None
