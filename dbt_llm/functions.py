@@ -281,7 +281,7 @@ def _lookup(function: Function) -> str:
 
 
 def _answer_found(function: Function) -> str:
-    call_hash = f"dbt_llm_known_call({_TOKEN}, {_options(function)})"
+    call_hash = _known_call(function)
     return _result(function, "dbt_llm_found", call_hash, "dbt_llm_hash", function.prompt)
 
 
@@ -301,7 +301,11 @@ def _stored(function: Function) -> str:
     return f"""
         select dbt_llm_v.prompt_hash as dbt_llm_hash, struct_pack({fields}) as dbt_llm_hit
         from {GENERATIONS_VIEW} as dbt_llm_v
-        where dbt_llm_v.call_hash = dbt_llm_known_call({_TOKEN}, {_options(function)})"""
+        where dbt_llm_v.call_hash = {_known_call(function)}"""
+
+
+def _known_call(function: Function) -> str:
+    return f"dbt_llm_known_call({_TOKEN}, {_options(function)})"
 
 
 def _sha256(function: Function, prompt: str) -> str:

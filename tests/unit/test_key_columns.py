@@ -4,8 +4,6 @@ import duckdb
 import pyarrow.parquet as pq
 import pytest
 
-from dbt_llm.collector import Mode
-from dbt_llm.functions import TOKEN_VARIABLE
 from dbt_llm.key_columns import rows_pass_by, with_key_columns
 from dbt_llm.resolve_loop import Build, with_keyed
 from tests.unit.generations import prompt_hash
@@ -79,30 +77,18 @@ def database(shared):
 
 
 def rewritten(database, query):
-    token, _ = database.collector.open(Mode.GENERATE, database.folder / "planning")
-    database.connection.execute(f"set variable {TOKEN_VARIABLE} = '{token}'")
-    try:
+    with database.resolution():
         return with_key_columns(database.connection, query)
-    finally:
-        database.collector.close(token)
-        database.connection.execute(f"set variable {TOKEN_VARIABLE} = null")
 
 
 def collected(database, query):
     """Run a query; return what it gives, and what it collects: keys, call hashes and prompts."""
-    token, resolution = database.collector.open(Mode.GENERATE, database.folder / "spool")
-    database.connection.execute(f"set variable {TOKEN_VARIABLE} = '{token}'")
-    result = database.result(query)
-    path = resolution.spool.take()
-    calls = set(resolution.calls)
-    database.collector.close(token)
-    database.connection.execute(f"set variable {TOKEN_VARIABLE} = null")
-    rows = (
-        set()
-        if path is None
-        else set(map(tuple, map(dict.values, pq.read_table(path).to_pylist())))
-    )
-    return result, rows, calls
+    with database.resolution() as resolution:
+        result = database.result(query)
+        path = resolution.spool.take()
+        calls = set(resolution.calls)
+    rows = [] if path is None else pq.read_table(path).to_pylist()
+    return result, {tuple(row.values()) for row in rows}, calls
 
 
 @pytest.mark.parametrize("query", KEYED.values(), ids=KEYED)
@@ -175,13 +161,11 @@ def test_rows_pass_by_unless_there_are_many_more_answers(database):
 
 def test_a_build_has_one_with_key_columns_beside_it(database):
     query = "select i, llm_generate(p) as r, llm_filter(p, 'Odd?') as o from t"
-    token, resolution = database.collector.open(Mode.GENERATE, database.folder / "spool")
-    cursor = database.connection.cursor()
-    cursor.execute(f"set variable {TOKEN_VARIABLE} = '{token}'")
-    build = with_keyed(cursor, Build(query, f"create table x as ({query})", ""), resolution)
-    twice = f"create table x as ({query} union all {query})"
-    assert with_keyed(cursor, Build(query, twice, ""), resolution).keyed is None
-    database.collector.close(token)
+    with database.resolution() as resolution:
+        connection = database.connection
+        build = with_keyed(connection, Build(query, f"create table x as ({query})", ""), resolution)
+        twice = f"create table x as ({query} union all {query})"
+        assert with_keyed(connection, Build(query, twice, ""), resolution).keyed is None
     assert build.keyed.statement == f"create table x as ({build.keyed.query})"
     assert "dbt_llm_h2" in build.keyed.query
     assert resolution.call_sites == 0

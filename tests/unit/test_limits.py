@@ -1,6 +1,7 @@
 """Which queries ask only for the rows that they keep, measured on the DuckDB in use."""
 
 import json
+from contextlib import contextmanager
 
 import duckdb
 import pyarrow.parquet as pq
@@ -41,14 +42,22 @@ class Database:
             f"create or replace temp view dbt_llm_generations as select {select} from kept"
         )
 
-    def ask(self, query):
-        """Run a query, and store what it asked; return the number of prompts of each call."""
+    @contextmanager
+    def resolution(self):
+        """Let the connection's queries ask within a resolution."""
         token, resolution = self.collector.open(Mode.GENERATE, self.folder / "spool")
         self.connection.execute(f"set variable {TOKEN_VARIABLE} = '{token}'")
-        self.connection.execute(query).fetchall()
-        path = resolution.spool.take()
-        self.collector.close(token)
-        self.connection.execute(f"set variable {TOKEN_VARIABLE} = null")
+        try:
+            yield resolution
+        finally:
+            self.collector.close(token)
+            self.connection.execute(f"set variable {TOKEN_VARIABLE} = null")
+
+    def ask(self, query):
+        """Run a query, and store what it asked; return the number of prompts of each call."""
+        with self.resolution() as resolution:
+            self.connection.execute(query).fetchall()
+            path = resolution.spool.take()
         if path is None:
             return []
         asked = pq.read_table(path, columns=["prompt_hash", "call_hash", "prompt"])
