@@ -3,6 +3,8 @@
 DuckDB's sort keeps long texts in memory, whatever its limit is. So it only sorts what is short, and
 the rows go where they belong in two passes: into buckets on the disk, then each bucket in order.
 A small file is put in order in memory.
+
+Of each row a few numbers are in memory all the time, of 4 bytes where the rows are fewer than 2^31.
 """
 
 from collections.abc import Iterator
@@ -18,8 +20,8 @@ from dbt_llm.schema import REQUESTS
 _BATCH_BYTES = 32 * 1024 * 1024
 _IN_MEMORY_BYTES = 256 * 1024 * 1024
 _BUCKET_BYTES = 64 * 1024 * 1024
-# Every bucket is an open file; and a bucket's texts must fit into one Arrow array.
-_MOST_BUCKETS = 64
+# Each batch is cut into so many pieces; but a bucket's texts must fit into one Arrow array.
+_MOST_BUCKETS = 512
 _LARGEST_BUCKET_BYTES = 1024 * 1024 * 1024
 _ROW_GROUP_ROWS = 4096
 _MOST_BATCH_ROWS = 65_536
@@ -37,15 +39,14 @@ def write_in_order(source: Path, rows: Any, lengths: Any, target: Path) -> int:
     """
     if not len(rows):
         return 0
-    sizes = lengths.astype(np.int64, copy=False) + _KEY_BYTES
-    with pq.ParquetFile(source) as file, _writer(target, REQUESTS) as writer:
+    with pq.ParquetFile(source) as file, _parquet_writer(target) as writer:
         if _unpacked_bytes(file) <= _IN_MEMORY_BYTES:
             tables = iter([file.read(REQUESTS.names).take(pa.array(rows))])
         else:
-            tables = _through_buckets(file, rows, sizes, target)
+            tables = _through_buckets(file, rows, lengths, target)
         done = 0
         for table in tables:
-            for start, stop in _groups(sizes[done : done + table.num_rows]):
+            for start, stop in _groups(lengths[done : done + table.num_rows]):
                 writer.write_table(table.slice(start, stop - start).cast(REQUESTS))
             done += table.num_rows
     return len(rows)
@@ -65,18 +66,29 @@ def _row_groups(metadata: Any) -> list[Any]:
     return [metadata.row_group(number) for number in range(metadata.num_row_groups)]
 
 
-def _through_buckets(file: Any, rows: Any, sizes: Any, target: Path) -> Iterator[pa.Table]:
+def _through_buckets(file: Any, rows: Any, lengths: Any, target: Path) -> Iterator[pa.Table]:
     """Yield the requests in order; only one bucket of them is in memory."""
-    ends = np.cumsum(sizes)
-    size = min(max(_BUCKET_BYTES, int(ends[-1]) // _MOST_BUCKETS), _LARGEST_BUCKET_BYTES)
-    bucket_of = _bucket_numbers(ends, size)
-    buckets = [target.with_name(f"{target.name}.{n}") for n in range(int(bucket_of[-1]) + 1)]
-    places = np.full(file.metadata.num_rows, -1, np.int64)
-    places[rows] = np.arange(len(rows))
-    batch_rows = max(1, min(_MOST_BATCH_ROWS, _BATCH_BYTES * len(rows) // int(ends[-1])))
-    for gathered in _gather(_pieces(file, places, bucket_of, batch_rows), buckets):
+    ends = _ends(lengths)
+    total = int(ends[-1])
+    bucket_of = _bucket_numbers(
+        ends, min(max(_BUCKET_BYTES, total // _MOST_BUCKETS), _LARGEST_BUCKET_BYTES)
+    )
+    del ends
+    count = file.metadata.num_rows
+    places = np.full(count, -1, np.int32 if count < 2**31 else np.int64)
+    places[rows] = np.arange(len(rows), dtype=places.dtype)
+    batch_rows = max(1, min(_MOST_BATCH_ROWS, _BATCH_BYTES * len(rows) // total))
+    pieces = _pieces(file, places, bucket_of, batch_rows)
+    buckets = target.with_name(f"{target.name}.buckets")
+    for gathered in _gather(pieces, int(bucket_of[-1]) + 1, buckets):
         placed = gathered.take(np.argsort(gathered[_PLACE].to_numpy()))
+        del gathered
         yield placed.select(REQUESTS.names)
+
+
+def _ends(lengths: Any) -> Any:
+    """Return for each of some requests the bytes of all up to it."""
+    return np.cumsum(lengths, dtype=np.int64) + np.arange(1, len(lengths) + 1) * _KEY_BYTES
 
 
 def _bucket_numbers(ends: Any, size: int) -> Any:
@@ -88,11 +100,11 @@ def _bucket_numbers(ends: Any, size: int) -> Any:
     return np.cumsum(starts, dtype=np.uint16)
 
 
-def _groups(sizes: Any) -> Iterator[tuple[int, int]]:
+def _groups(lengths: Any) -> Iterator[tuple[int, int]]:
     """Yield the first row of each row group and the one after its last."""
-    ends = np.cumsum(sizes)
+    ends = _ends(lengths)
     start = 0
-    while start < len(sizes):
+    while start < len(ends):
         before = int(ends[start - 1]) if start else 0
         fitting = int(np.searchsorted(ends, before + _BATCH_BYTES, "right"))
         stop = max(start + 1, min(fitting, start + _ROW_GROUP_ROWS))
@@ -111,30 +123,38 @@ def _pieces(
         table = pa.table([*batch.select(REQUESTS.names).columns, here], schema=_PLACED)
         placed = np.flatnonzero(here >= 0)
         numbers = bucket_of[here[placed]]
-        for number in np.unique(numbers):
-            yield int(number), table.take(placed[numbers == number])
+        order = np.argsort(numbers, kind="stable")
+        by_bucket = table.take(placed[order])
+        found, first, counts = np.unique(numbers[order], return_index=True, return_counts=True)
+        for number, begin, count in zip(found, first, counts, strict=True):
+            yield int(number), by_bucket.slice(begin, count)
 
 
-def _gather(pieces: Iterator[tuple[int, pa.Table]], buckets: list[Path]) -> Iterator[pa.Table]:
+def _gather(pieces: Iterator[tuple[int, pa.Table]], buckets: int, path: Path) -> Iterator[pa.Table]:
     """Yield what belongs into each bucket."""
-    if len(buckets) == 1:
+    if buckets == 1:
         yield pa.concat_tables([piece for _, piece in pieces])
         return
-    writers = [_writer(bucket, _PLACED) for bucket in buckets]
+    # One file holds all, since there may be more of them than files that may be open.
+    batches_of: list[list[int]] = [[] for _ in range(buckets)]
     try:
-        for number, piece in pieces:
-            writers[number].write_table(piece)
+        options = pa.ipc.IpcWriteOptions(compression="lz4")
+        with pa.ipc.new_file(str(path), _PLACED, options=options) as writer:
+            count = 0
+            for number, piece in pieces:
+                for batch in piece.to_batches():
+                    writer.write_batch(batch)
+                    batches_of[number].append(count)
+                    count += 1
+        with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) as reader:
+            for numbers in batches_of:
+                yield pa.Table.from_batches([reader.get_batch(number) for number in numbers])
     finally:
-        for writer in writers:
-            writer.close()
-    for bucket in buckets:
-        table = pq.read_table(bucket, partitioning=None)
-        bucket.unlink()
-        yield table
+        path.unlink(missing_ok=True)
 
 
-def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+def _parquet_writer(path: Path) -> pq.ParquetWriter:
     # It is read once, soon and as a whole: what compresses more or describes it would take longer.
     return pq.ParquetWriter(
-        path, schema, compression="lz4", use_dictionary=False, write_statistics=False
+        path, REQUESTS, compression="lz4", use_dictionary=False, write_statistics=False
     )

@@ -34,6 +34,7 @@ from sqlglot.errors import SqlglotError
 
 from dbt_llm import functions, sql
 from dbt_llm.above_cut import Item, UnmovableError, name_of, read_items
+from dbt_llm.gaps import Gap, Gapped, gapped
 from dbt_llm.limits import same_columns
 from dbt_llm.select_text import CALLS, Query, Select, may_call
 
@@ -54,7 +55,27 @@ class _Asked:
     """The text after the call, up to the alias: `.status`, `::int`."""
 
 
-def with_key_columns(cursor: Any, query: str) -> str | None:
+@dataclass(frozen=True)
+class Keyed:
+    """A query with key columns."""
+
+    query: str
+    gapped: Gapped | None
+    """The same for a table that is filled later; None where its calls do not allow it."""
+
+
+@dataclass(frozen=True)
+class _Rewritten:
+    """The whole text of a query, one SELECT of which has key columns."""
+
+    query: str
+    open_query: str
+    """It has the keys of missing answers as well, as columns of that SELECT."""
+    gaps: list[Gap]
+    is_outermost: bool
+
+
+def with_key_columns(cursor: Any, query: str) -> Keyed | None:
     """Return a query with key columns where its calls allow it; None where none does.
 
     `cursor` is another one than that of the build, since DuckDB 2.0 ends a transaction in which a
@@ -62,17 +83,17 @@ def with_key_columns(cursor: Any, query: str) -> str | None:
     """
     if not may_call(query):
         return None
-    text = query
+    text, done = query, []
     try:
         while (rewritten := _rewrite_one(text)) is not None:
-            text = rewritten
-    except (SqlglotError, IndexError, KeyError, ValueError):
-        return None
-    if text == query:
-        return None
-    try:
-        return text if same_columns(cursor, query, text) else None
-    except duckdb.Error:
+            text = rewritten.query
+            done.append(rewritten)
+        if not done or not same_columns(cursor, query, text):
+            return None
+        # Answers of any other call may decide what the rows are, or are no columns of the table.
+        alone = len(done) == 1 and done[0].is_outermost and not _all_calls(Query(text))
+        return Keyed(text, gapped(cursor, done[0].open_query, done[0].gaps) if alone else None)
+    except (SqlglotError, IndexError, KeyError, ValueError, duckdb.Error):
         return None
 
 
@@ -95,7 +116,11 @@ def _join_types(node: dict[str, Any]) -> Iterator[str]:
         yield from _join_types(child)
 
 
-def _rewrite_one(text: str) -> str | None:
+def _all_calls(query: Query) -> list[int]:
+    return query.calls([(0, len(query.tokens))])
+
+
+def _rewrite_one(text: str) -> _Rewritten | None:
     query = Query(text)
     if any(token.token_type is T.RECURSIVE for token in query.tokens):
         return None
@@ -111,7 +136,7 @@ def _rewrite_one(text: str) -> str | None:
         asked = _asked(query, select, items)
         rewritten = _rewritten(query, select, items, asked) if asked else None
         if rewritten is not None:
-            return query.replace(select.begin, select.end, rewritten)
+            return rewritten
     return None
 
 
@@ -159,11 +184,12 @@ def _read_call(query: Query, item: Item) -> _Asked | None:
 
 def _rewritten(
     query: Query, select: Select, items: list[Item], asked: dict[int, _Asked]
-) -> str | None:
-    prompts, keys, joins, hidden = [], [], [], []
+) -> _Rewritten | None:
+    prompts, keys, joins, hidden, gaps, missing = [], [], [], [], [], []
     answers, edits = {}, {}
     for number, (place, call) in enumerate(asked.items(), 1):
-        prompt, key, stored = f"dbt_llm_p{number}", f"dbt_llm_h{number}", f"dbt_llm_g{number}"
+        prompt, key, found = f"dbt_llm_p{number}", f"dbt_llm_h{number}", f"dbt_llm_g{number}"
+        gap = f"dbt_llm_gap{number}"
         hidden += [prompt, key]
         options = f", {call.options}" if call.options else ""
         edits[call.item.begin, call.item.end] = (
@@ -171,21 +197,36 @@ def _rewritten(
         )
         prompts.append(f"unnest([{prompt}]) as {prompt}")
         keys.append(f"{functions.KEY_MACRO}{call.function}({prompt}{options}) as {key}")
-        joins.append(
-            f"left join {functions.STORED_MACRO}{call.function}({call.options}) as {stored} "
-            f"on {stored}.dbt_llm_hash = dbt_llm_s.{key}"
-        )
-        found = f"{stored}.dbt_llm_hit, dbt_llm_s.{key}, dbt_llm_s.{prompt}{options}"
+        stored = f"{functions.STORED_MACRO}{call.function}({call.options})"
+        joins.append(f"left join {stored} as {found} on {found}.dbt_llm_hash = dbt_llm_s.{key}")
+        missing.append(f"case when {found}.dbt_llm_hit is null then dbt_llm_s.{key} end as {gap}")
         name = call.item.alias or name_of(query.span(call.item.begin, call.item.end))
-        answer = f"{functions.ANSWER_MACRO}{call.function}({found}){call.after}"
-        answers[place] = f"{answer} as {sql.identifier(name)}"
+        looked_up = f"{found}.dbt_llm_hit, dbt_llm_s.{key}, dbt_llm_s.{prompt}"
+        answers[place] = f"{_answer(call, looked_up)} as {sql.identifier(name)}"
+        later = _answer(call, "dbt_llm_g.dbt_llm_hit, dbt_llm_g.dbt_llm_hash, null")
+        gaps.append(Gap(gap, name, later, stored))
     outer = _outer_list(items, answers, hidden)
     if outer is None:
         return None
     inner = query.edited(select.begin, select.end, edits)
     once = f"select * replace ({', '.join(prompts)}) from ({inner}) as dbt_llm_i"
     keyed = f"select *, {', '.join(keys)} from ({once}) as dbt_llm_u"
-    return f"select {outer} from ({keyed}) as dbt_llm_s {' '.join(joins)}"
+    rows = f"from ({keyed}) as dbt_llm_s {' '.join(joins)}"
+
+    def with_list(select_list: str) -> str:
+        return query.replace(select.begin, select.end, f"select {select_list} {rows}")
+
+    return _Rewritten(
+        with_list(outer),
+        with_list(f"{outer}, {', '.join(missing)}"),
+        gaps,
+        is_outermost=query.parent[select.first] == -1 and not select.in_set,
+    )
+
+
+def _answer(call: _Asked, found: str) -> str:
+    options = f", {call.options}" if call.options else ""
+    return f"{functions.ANSWER_MACRO}{call.function}({found}{options}){call.after}"
 
 
 def _outer_list(items: list[Item], answers: dict[int, str], hidden: list[str]) -> str | None:

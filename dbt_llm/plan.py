@@ -26,7 +26,7 @@ from dbt_llm.spool import RequestFile, prepare_requests
 from dbt_llm.text_table import text_table
 from dbt_llm.token_count import TokenCounter, token_counter
 
-_TABLE = "dbt_llm_planned"
+_TABLE = "temp.main.dbt_llm_planned"
 _FAR_LONGER = 20
 _LONG_BYTES = 8_000
 
@@ -173,7 +173,7 @@ class _Planner:
             build = Build(
                 model.query,
                 f"create temp table {_TABLE} as (\n{model.query}\n)",
-                f"drop table temp.main.{_TABLE}",
+                _TABLE,
             )
             build = asked_after_limit(cursor, build, resolution, plan.warnings.append)
             build = with_keyed(cursor, build, resolution)
@@ -187,7 +187,7 @@ class _Planner:
             cursor.execute(fastest(cursor, build).statement).fetchall()
             if resolution.error is not None:
                 raise resolution.error
-            plan.rows = sql.scalar(cursor, f"select count(*) from temp.main.{_TABLE}")
+            plan.rows = sql.scalar(cursor, f"select count(*) from {_TABLE}")
             raw = resolution.spool.take()
             files: list[RequestFile] = []
             if raw is not None:

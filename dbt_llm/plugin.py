@@ -183,7 +183,7 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         cursor = _thread_cursor()
         summary = self._build(
             cursor,
-            Build(request["query"], statement, request["undo"], header, request["columns"]),
+            Build(request["query"], statement, request["table"], header, request["columns"]),
             node_id=request["node_id"],
             mode=_mode(request["mode"]),
             refresh=_is_true(request["refresh"]),

@@ -51,12 +51,12 @@ def resolve(
     Raises:
         DbtLLMError: see `dbt_llm.errors`.
     """
-    table = f"dbt_llm_result_{uuid.uuid4().hex}"
+    table = f"temp.main.dbt_llm_result_{uuid.uuid4().hex}"
     build = Build(
         query=query,
         # Its last line may be a comment.
         statement=f"create temp table {table} as (\n{query}\n)",
-        undo=f"drop table temp.main.{table}",
+        table=table,
     )
     options = {"mode": mode, "node_id": node_id}
     if config is not None:
@@ -68,7 +68,7 @@ def resolve(
             "dbt_llm.resolve needs a config where no dbt plugin is at work, for example "
             "config={'llms': {'default': {'engine': 'vllm', 'model': '...'}}}."
         )
-    return connection.sql(f"select * from temp.main.{table}")
+    return connection.sql(f"select * from {table}")
 
 
 def _resolve_alone(

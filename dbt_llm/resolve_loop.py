@@ -9,7 +9,7 @@ import contextlib
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from dbt_llm.errors import (
     TooManyErrorsError,
     UnresolvedError,
 )
+from dbt_llm.gaps import Gap, are_all_and_few, can_be_filled, close, count_missing, fill
 from dbt_llm.in_flight import InFlight, wait_for
 from dbt_llm.job_spec import JobResult
 from dbt_llm.lookup import lasting, show_answers
@@ -53,14 +54,22 @@ class Build:
     """The model's SELECT."""
     statement: str
     """What evaluates the query into its table."""
-    undo: str
-    """What removes that table again."""
+    table: str
+    """That table, as SQL names it."""
     header: str = ""
     """Statements to run once, before everything else (dbt's `sql_header`)."""
     columns: list[str] | None = None
     """The columns that the query must have; None where it may have any."""
     keyed: "Build | None" = None
     """The same with key columns (see `key_columns.py`); None where the query allows none."""
+    gapped: "Build | None" = None
+    """The same for a table that is filled later (see `gaps.py`); of one with key columns only."""
+    gaps: Sequence[Gap] = ()
+
+    @property
+    def undo(self) -> str:
+        """What removes the table again."""
+        return f"drop table {self.table}"
 
     def with_query(self, query: str) -> "Build | None":
         """Return the same for another text of the query; None where its place is not clear."""
@@ -238,10 +247,17 @@ def with_keyed(cursor: Any, build: Build, resolution: Resolution) -> Build:
     with cursor.cursor() as other:
         functions.register_macros(other)
         other.execute(f"set variable {functions.TOKEN_VARIABLE} = {sql.literal(token)}")
-        query = with_key_columns(other, build.query)
+        found = with_key_columns(other, build.query)
     # That planned the calls once more, and made no new ones.
     resolution.call_sites = call_sites
-    return build if query is None else replace(build, keyed=build.with_query(query))
+    keyed = None if found is None else build.with_query(found.query)
+    if found is None or keyed is None:
+        return build
+    if found.gapped and can_be_filled(cursor, build.statement, build.query, build.table):
+        gapped = keyed.with_query(found.gapped.query)
+        if gapped is not None:
+            keyed = replace(keyed, gapped=replace(gapped, gaps=found.gapped.gaps))
+    return replace(build, keyed=keyed)
 
 
 def fastest(cursor: Any, build: Build) -> Build:
@@ -273,6 +289,8 @@ class _Loop:
         self._asked: list[RequestFile] = []
         self._history: tuple[str, ...] = ()
         self._all_new = self._counting = False
+        self._to_fill: Build | None = None
+        """What the table was built with, where it is there and waits for answers."""
         self._summary = Summary(calls=resolution.calls)
 
     def run(self) -> Summary:
@@ -309,11 +327,16 @@ class _Loop:
                     "such values in an upstream model. The answers so far are stored."
                 )
             rounds += self._ask(raw)
+            if self._to_fill is not None and self._fill(self._to_fill):
+                break
         self._finish()
         return self._summary
 
     def _evaluate(self, refresh: bool) -> Path | None:
-        """Build the table; return what was missing, and then the table is gone again."""
+        """Build the table; return what was missing.
+
+        Then the table is gone again, or it is to be filled.
+        """
         mine = f"run_id = {sql.literal(self._settings.run_id)}"
         snapshot = show_answers(
             self._cursor,
@@ -335,8 +358,11 @@ class _Loop:
         self._cursor.execute(
             f"set variable {functions.COUNT_VARIABLE} = {'true' if self._counting else 'null'}"
         )
-        statement = fastest(self._cursor, self._build).statement
-        _execute(self._cursor, statement, self._resolution)
+        build = fastest(self._cursor, self._build)
+        mode = self._resolution.mode
+        if build.gapped is not None and mode is Mode.GENERATE and not (refresh or self._all_new):
+            build = build.gapped
+        _execute(self._cursor, build.statement, self._resolution)
         seen = len(self._resolution.seen)
         # DuckDB may also have found another plan, in which the rows of the calls are not needed.
         if self._counting and not seen and self._asked and self._reads_arrow():
@@ -351,10 +377,31 @@ class _Loop:
             self._summary.prompts = most if most < MAX_SEEN else None
         elif not self._all_new:
             self._summary.prompts = None
+        collected = self._resolution.spool.rows
         raw = self._resolution.spool.take()
-        if raw is not None:
-            self._cursor.execute(self._build.undo)
+        self._to_fill = None
+        if raw is None:
+            close(self._cursor, build.table, build.gaps)
+        elif build.gaps and are_all_and_few(self._cursor, build.table, build.gaps, collected):
+            self._to_fill = build
+        else:
+            self._cursor.execute(build.undo)
         return raw
+
+    def _fill(self, build: Build) -> bool:
+        """Put the answers of this run into the table; return whether none is missing then.
+
+        Otherwise the table is gone.
+        """
+        if self._resolution.mode is Mode.GENERATE:
+            mine = f"run_id = {sql.literal(self._settings.run_id)}"
+            show_answers(self._cursor, self._store, mine, self._resolution.calls, look=True)
+            fill(self._cursor, build.table, build.gaps)
+            if not count_missing(self._cursor, build.table, build.gaps):
+                close(self._cursor, build.table, build.gaps)
+                return True
+        self._cursor.execute(build.undo)
+        return False
 
     def _reads_arrow(self) -> bool:
         plan = self._cursor.execute(f"explain {self._build.query}").fetchall()

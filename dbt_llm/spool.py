@@ -28,8 +28,8 @@ _RAW = pa.schema(
 )
 _FLUSH_ROWS = 100_000
 _FLUSH_BYTES = 32 * 1024 * 1024
-_MEMORY_BYTES = 1024**3
-_SORTED_BYTES = 256 * 1024**2
+_MEMORY_BYTES = 384 * 1024**2
+_SORTED_BYTES = 128 * 1024**2
 # Prompts that begin alike share their beginning in the engine's prefix cache.
 _PREFIX_LENGTH = 64
 
@@ -151,17 +151,19 @@ def prepare_requests(
                 f"select count(distinct prompt_hash) from ({source}) as r "
                 f"semi join {_union(others)} using (prompt_hash)",
             )
-        # Only keys are grouped: an aggregate cannot put the texts that it carries on the disk.
+        known = ", ".join(sql.literal(call_hash) for call_hash in sorted(calls))
+        connection.execute(f"create type known_call as enum ({known})")
+        # Some bytes per row, since there may be very many: texts would have to lie in memory.
         connection.execute(f"""
             create temp table {FRESH} as
             select
-                call_hash, row, left(prompt, {_PREFIX_LENGTH}) as beginning,
-                strlen(prompt) as length
-            from ({source}) as r semi join (
-                select min(row) as row from ({source}) as r {_without(others)}
-                group by prompt_hash
-            ) as first using (row)
-            {f"order by call_hash limit {limit:d}" if limit is not None else ""}""")
+                any_value(cast(call_hash as known_call)) as call_hash,
+                min(cast(row as uinteger)) as row,
+                any_value(hash(left(prompt, {_PREFIX_LENGTH}))) as beginning,
+                any_value(cast(strlen(prompt) as uinteger)) as length
+            from ({source}) as r {_without(others)}
+            group by prompt_hash
+            {f"order by call_hash, row limit {limit:d}" if limit is not None else ""}""")
         files = []
         for number, share in enumerate(share_out(connection, calls, history)):
             path = folder / f"requests-{number}.parquet"
@@ -213,15 +215,17 @@ def _write_share(
 ) -> RequestFile:
     connection.execute(f"""
         create or replace temp table chosen as
-        select row, length, class, max(length) over (partition by class, beginning) as longest
+        select *, max(length) over (partition by class, beginning) as longest
         from {share.requests} as requests""")
-    # As much of each prompt as there is memory to sort.
+    # As much of each prompt as there is memory to sort, or no text at all.
     length = _SORTED_BYTES // max(1, share.rows)
-    order = connection.execute(f"""
-        select row, length
-        from {_source(raw)} as raw inner join chosen on raw.file_row_number = chosen.row
-        order by class desc, longest desc, left(prompt, {max(_PREFIX_LENGTH, length)})
-        """).fetchnumpy()
+    texts = f"inner join {_source(raw)} as raw on raw.file_row_number = chosen.row"
+    begins = f"left(prompt, {length:d})"
+    if length < _PREFIX_LENGTH:
+        texts, begins = "", "beginning"
+    order = connection.execute(
+        f"select row, length from chosen {texts} order by class desc, longest desc, {begins}"
+    ).fetchnumpy()
     rows = write_in_order(raw, order["row"], order["length"], path)
     tokens = prompt_tokens(connection, share.call, float(order["length"].mean()))
     return RequestFile(str(path), rows, share.call, tokens, share.tokens)

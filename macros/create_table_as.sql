@@ -30,7 +30,7 @@
       'package_version': dbt_llm._version(),
       'query': sql if asks else compiled_code,
       'statement': build_sql,
-      'undo': 'drop table ' ~ relation.include(database=(not temporary), schema=(not temporary)),
+      'table': relation.include(database=(not temporary), schema=(not temporary)) | string,
       'header': config.get('sql_header') or '',
       'columns': columns,
       'mode': 'null' if flags.EMPTY else ('cached' if reads else var('llm_mode', 'generate')),

@@ -42,17 +42,17 @@ def test_buckets_and_row_groups_are_bounded_in_bytes_where_lengths_differ(tmp_pa
     table = requests_of(prompts)
     pq.write_table(table, source)
     seen: list[int] = []
-    read_table = pq.read_table
+    gather = arrange._gather
 
-    def read(*arguments, **options):
-        bucket = read_table(*arguments, **options)
-        seen.append(bucket.nbytes)
-        return bucket
+    def watched(*arguments):
+        for bucket in gather(*arguments):
+            seen.append(bucket.nbytes)
+            yield bucket
 
     monkeypatch.setattr(arrange, "_IN_MEMORY_BYTES", 0)
     monkeypatch.setattr(arrange, "_BUCKET_BYTES", 100_000)
     monkeypatch.setattr(arrange, "_BATCH_BYTES", 50_000)
-    monkeypatch.setattr(arrange.pq, "read_table", read)
+    monkeypatch.setattr(arrange, "_gather", watched)
     rows = np.arange(len(prompts))
     lengths = np.array([len(prompt) for prompt in prompts])
     assert write_in_order(source, rows, lengths, target) == len(prompts)

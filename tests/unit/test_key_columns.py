@@ -78,7 +78,8 @@ def database(shared):
 
 def rewritten(database, query):
     with database.resolution():
-        return with_key_columns(database.connection, query)
+        found = with_key_columns(database.connection, query)
+        return None if found is None else found.query
 
 
 def collected(database, query):
@@ -163,9 +164,11 @@ def test_a_build_has_one_with_key_columns_beside_it(database):
     query = "select i, llm_generate(p) as r, llm_filter(p, 'Odd?') as o from t"
     with database.resolution() as resolution:
         connection = database.connection
-        build = with_keyed(connection, Build(query, f"create table x as ({query})", ""), resolution)
+        build = with_keyed(
+            connection, Build(query, f"create table x as ({query})", "x"), resolution
+        )
         twice = f"create table x as ({query} union all {query})"
-        assert with_keyed(connection, Build(query, twice, ""), resolution).keyed is None
+        assert with_keyed(connection, Build(query, twice, "x"), resolution).keyed is None
     assert build.keyed.statement == f"create table x as ({build.keyed.query})"
     assert "dbt_llm_h2" in build.keyed.query
     assert resolution.call_sites == 0

@@ -89,9 +89,7 @@ class Warehouse:
         jobs = jobs or Jobs(self.store)
         jobs.run_id = run_id
         cursor = cursor or self.cursor()
-        build = Build(
-            query, f"create temporary table built as ({query});", "drop table built", header
-        )
+        build = Build(query, f"create temporary table built as ({query});", "built", header)
         settings = Settings(run_id, self.folder / "spool" / run_id, **settings)
         cursor.execute("begin")
         try:
