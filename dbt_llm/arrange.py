@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 
 from dbt_llm.schema import REQUESTS
 
-_BATCH_BYTES = 32 * 1024 * 1024
+_BATCH_BYTES = 16 * 1024 * 1024
 _IN_MEMORY_BYTES = 256 * 1024 * 1024
-_BUCKET_BYTES = 64 * 1024 * 1024
+_BUCKET_BYTES = 32 * 1024 * 1024
 # Each batch is cut into so many pieces; but a bucket's texts must fit into one Arrow array.
 _MOST_BUCKETS = 512
 _LARGEST_BUCKET_BYTES = 1024 * 1024 * 1024
@@ -88,7 +88,7 @@ def _through_buckets(file: Any, rows: Any, lengths: Any, target: Path) -> Iterat
 
 def _ends(lengths: Any) -> Any:
     """Return for each of some requests the bytes of all up to it."""
-    return np.cumsum(lengths, dtype=np.int64) + np.arange(1, len(lengths) + 1) * _KEY_BYTES
+    return np.cumsum(lengths + lengths.dtype.type(_KEY_BYTES), dtype=np.int64)
 
 
 def _bucket_numbers(ends: Any, size: int) -> Any:

@@ -29,6 +29,7 @@ _RAW = pa.schema(
 _FLUSH_ROWS = 100_000
 _FLUSH_BYTES = 32 * 1024 * 1024
 _MEMORY_BYTES = 384 * 1024**2
+_RESTING_BYTES = 16 * 1024**2
 _SORTED_BYTES = 128 * 1024**2
 # Prompts that begin alike share their beginning in the engine's prefix cache.
 _PREFIX_LENGTH = 64
@@ -187,6 +188,17 @@ def _database(folder: Path) -> Iterator[duckdb.DuckDBPyConnection]:
 
 
 @contextmanager
+def _little_memory(connection: duckdb.DuckDBPyConnection) -> Iterator[None]:
+    """Put the tables of a database on the disk while others need the memory."""
+    with suppress(duckdb.OutOfMemoryException):
+        connection.execute(f"set memory_limit = '{_RESTING_BYTES}B'")
+    try:
+        yield
+    finally:
+        connection.execute(f"set memory_limit = '{_MEMORY_BYTES}B'")
+
+
+@contextmanager
 def _writing_to(folder: Path) -> Iterator[None]:
     try:
         yield
@@ -226,7 +238,9 @@ def _write_share(
     order = connection.execute(
         f"select row, length from chosen {texts} order by class desc, longest desc, {begins}"
     ).fetchnumpy()
-    rows = write_in_order(raw, order["row"], order["length"], path)
+    connection.execute("drop table chosen")
+    with _little_memory(connection):
+        rows = write_in_order(raw, order["row"], order["length"], path)
     tokens = prompt_tokens(connection, share.call, float(order["length"].mean()))
     return RequestFile(str(path), rows, share.call, tokens, share.tokens)
 
