@@ -30,9 +30,20 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
     finally:
-        # After an error dbt leaves its pool of threads to the garbage collector. Where that comes
-        # only as Python ends, the pool may fail to close and print a traceback.
-        gc.collect()
+        _end_thread_pools()
+
+
+def _end_thread_pools() -> None:
+    """End the pool of threads that dbt leaves to the garbage collector after an error.
+
+    That may close the pool's pipe before the pool, which then fails and prints a traceback.
+    """
+    pools = sys.modules.get("multiprocessing.pool")
+    if pools is None:
+        return
+    for left in gc.get_objects():
+        if issubclass(type(left), pools.ThreadPool):
+            left.terminate()
 
 
 def _run(arguments: list[str] | None) -> int:
