@@ -16,8 +16,8 @@ from dbt_llm import sql
 # An update of many rows takes as long as evaluating again, and they lie in memory until then.
 _MOST_ROWS = 1_000_000
 _MOST_SHARE = 1 / 8
+_FOUND = "temp.main.dbt_llm_found"
 # DuckDB updates a row with such a column by removing it and adding it at the end of the table.
-_FOUND = "dbt_llm_found"
 _MOVING_TYPES = ("[", "MAP(", "UNION(")
 
 
@@ -97,9 +97,9 @@ def fill(cursor: Any, table: str, gaps: Sequence[Gap]) -> None:
         )
         cursor.execute(
             f"update {table} as t set {sql.identifier(gap.name)} = found.answer, {gap.key} = null "
-            f"from temp.main.{_FOUND} as found where found.key = t.{gap.key}"
+            f"from {_FOUND} as found where found.key = t.{gap.key}"
         )
-        cursor.execute(f"drop table temp.main.{_FOUND}")
+        cursor.execute(f"drop table {_FOUND}")
 
 
 def close(cursor: Any, table: str, gaps: Sequence[Gap]) -> None:

@@ -54,6 +54,11 @@ class _Asked:
     after: str
     """The text after the call, up to the alias: `.status`, `::int`."""
 
+    def macro(self, prefix: str, *first: str) -> str:
+        """Return a call of one of the function's other macros, with the same options."""
+        arguments = [*first, self.options] if self.options else first
+        return f"{prefix}{self.function}({', '.join(arguments)})"
+
 
 @dataclass(frozen=True)
 class Keyed:
@@ -191,19 +196,20 @@ def _rewritten(
         prompt, key, found = f"dbt_llm_p{number}", f"dbt_llm_h{number}", f"dbt_llm_g{number}"
         gap = f"dbt_llm_gap{number}"
         hidden += [prompt, key]
-        options = f", {call.options}" if call.options else ""
         edits[call.item.begin, call.item.end] = (
             f"cast({query.span(*call.prompt)} as varchar) as {prompt}"
         )
         prompts.append(f"unnest([{prompt}]) as {prompt}")
-        keys.append(f"{functions.KEY_MACRO}{call.function}({prompt}{options}) as {key}")
-        stored = f"{functions.STORED_MACRO}{call.function}({call.options})"
+        keys.append(f"{call.macro(functions.KEY_MACRO, prompt)} as {key}")
+        stored = call.macro(functions.STORED_MACRO)
         joins.append(f"left join {stored} as {found} on {found}.dbt_llm_hash = dbt_llm_s.{key}")
         missing.append(f"case when {found}.dbt_llm_hit is null then dbt_llm_s.{key} end as {gap}")
         name = call.item.alias or name_of(query.span(call.item.begin, call.item.end))
-        looked_up = f"{found}.dbt_llm_hit, dbt_llm_s.{key}, dbt_llm_s.{prompt}"
-        answers[place] = f"{_answer(call, looked_up)} as {sql.identifier(name)}"
-        later = _answer(call, "dbt_llm_g.dbt_llm_hit, dbt_llm_g.dbt_llm_hash, null")
+        looked_up = (f"{found}.dbt_llm_hit", f"dbt_llm_s.{key}", f"dbt_llm_s.{prompt}")
+        answer = call.macro(functions.ANSWER_MACRO, *looked_up) + call.after
+        answers[place] = f"{answer} as {sql.identifier(name)}"
+        put_in = ("dbt_llm_g.dbt_llm_hit", "dbt_llm_g.dbt_llm_hash", "null")
+        later = call.macro(functions.ANSWER_MACRO, *put_in) + call.after
         gaps.append(Gap(gap, name, later, stored))
     outer = _outer_list(items, answers, hidden)
     if outer is None:
@@ -222,11 +228,6 @@ def _rewritten(
         gaps,
         is_outermost=query.parent[select.first] == -1 and not select.in_set,
     )
-
-
-def _answer(call: _Asked, found: str) -> str:
-    options = f", {call.options}" if call.options else ""
-    return f"{functions.ANSWER_MACRO}{call.function}({found}{options}){call.after}"
 
 
 def _outer_list(items: list[Item], answers: dict[int, str], hidden: list[str]) -> str | None:

@@ -292,6 +292,8 @@ class _Loop:
         self._to_fill: Build | None = None
         """What the table was built with, where it is there and waits for answers."""
         self._summary = Summary(calls=resolution.calls)
+        self._mine = f"run_id = {sql.literal(settings.run_id)}"
+        """The SQL condition for the answers of this run."""
 
     def run(self) -> Summary:
         if self._settings.mode is Mode.GENERATE:
@@ -337,11 +339,10 @@ class _Loop:
 
         Then the table is gone again, or it is to be filled.
         """
-        mine = f"run_id = {sql.literal(self._settings.run_id)}"
         snapshot = show_answers(
             self._cursor,
             self._store,
-            mine if refresh else f"{mine} or {lasting()}",
+            self._mine if refresh else f"{self._mine} or {lasting()}",
             self._resolution.calls,
             None if refresh else self._settings.unique_keys,
             look=bool(self._asked),
@@ -394,8 +395,7 @@ class _Loop:
         Otherwise the table is gone.
         """
         if self._resolution.mode is Mode.GENERATE:
-            mine = f"run_id = {sql.literal(self._settings.run_id)}"
-            show_answers(self._cursor, self._store, mine, self._resolution.calls, look=True)
+            show_answers(self._cursor, self._store, self._mine, self._resolution.calls, look=True)
             fill(self._cursor, build.table, build.gaps)
             if not count_missing(self._cursor, build.table, build.gaps):
                 close(self._cursor, build.table, build.gaps)

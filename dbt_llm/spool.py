@@ -226,7 +226,7 @@ def _write_share(
     connection: duckdb.DuckDBPyConnection, raw: Path, share: Share, path: Path
 ) -> RequestFile:
     connection.execute(f"""
-        create or replace temp table chosen as
+        create temp table chosen as
         select *, max(length) over (partition by class, beginning) as longest
         from {share.requests} as requests""")
     # As much of each prompt as there is memory to sort, or no text at all.

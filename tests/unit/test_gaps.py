@@ -2,16 +2,12 @@
 
 import threading
 
-import duckdb
 import pytest
 
-from dbt_llm.collector import Collector
-from dbt_llm.delta_extension import load_delta_extension
-from dbt_llm.functions import register_functions
 from dbt_llm.gaps import can_be_filled
 from dbt_llm.schema import Answer
 from dbt_llm.spool import Prepared
-from tests.unit.generations import LLMS, failing, good
+from tests.unit.generations import failing, good
 from tests.unit.test_resolve_loop import Warehouse
 
 ROWS = 5_000
@@ -47,15 +43,6 @@ BUILT_ANEW = {
     "same name twice": "select llm_generate(p) as r, i, llm_generate('x' || p) as R from v",
     "a macro of the user's": "select i, llm_generate(p) as r, about(p) as a from v",
 }
-
-
-@pytest.fixture(scope="module")
-def database():
-    with duckdb.connect() as connection:
-        collector = Collector(LLMS)
-        register_functions(connection, collector)
-        load_delta_extension(connection)
-        yield connection, collector
 
 
 class Shop(Warehouse):

@@ -6,9 +6,8 @@ import duckdb
 import pyarrow.parquet as pq
 import pytest
 
-from dbt_llm.collector import Collector, Mode
+from dbt_llm.collector import Mode
 from dbt_llm.config import StoreConfig
-from dbt_llm.delta_extension import load_delta_extension
 from dbt_llm.errors import (
     CallError,
     CancelledError,
@@ -17,7 +16,7 @@ from dbt_llm.errors import (
     TooManyErrorsError,
     UnresolvedError,
 )
-from dbt_llm.functions import register_functions, register_macros
+from dbt_llm.functions import register_macros
 from dbt_llm.in_flight import InFlight
 from dbt_llm.job_spec import JobResult
 from dbt_llm.lookup import show_store
@@ -26,7 +25,7 @@ from dbt_llm.resolve_loop import Build, Settings, resolve
 from dbt_llm.schema import LASTING_ERRORS, PASSING_ERRORS, answers_table
 from dbt_llm.store import open_store
 from dbt_llm.unique_keys import UniqueKeys
-from tests.unit.generations import LLMS, failing, good, key, provenance, write_part
+from tests.unit.generations import failing, good, key, provenance, write_part
 
 ALL = "select i, llm_generate(prompt) as x from t order by i"
 RUNS = itertools.count(1)
@@ -109,15 +108,6 @@ class Warehouse:
 
     def jobs(self, answer=good):
         return Jobs(self.store, answer)
-
-
-@pytest.fixture(scope="module")
-def database():
-    with duckdb.connect() as connection:
-        collector = Collector(LLMS)
-        register_functions(connection, collector)
-        load_delta_extension(connection)
-        yield connection, collector
 
 
 @pytest.fixture
