@@ -231,6 +231,7 @@ class Plugin(BasePlugin):  # type: ignore[misc]
             limit=config.limit if limit is None else limit,
             max_error_ratio=config.max_error_ratio,
             cancelled=cancelled,
+            alone=_is_alone,
         )
         with _interrupt_sets(cursor, cancelled):
             summary = self._session.resolve(cursor, build, run, _output(), settings)
@@ -379,6 +380,11 @@ def _interrupt_sets(cursor: Any, cancelled: threading.Event) -> Iterator[None]:
 
 def _thread_cursor() -> Any:
     return get_adapter_by_type("duckdb").connections.get_thread_connection().handle.cursor()
+
+
+def _is_alone() -> bool:
+    """Tell whether this thread's connection is the only one that is open."""
+    return getattr(DuckDBConnectionManager.env(), "handle_count", 2) == 1
 
 
 def _asks_another_is_incremental(names: Iterable[str]) -> bool:

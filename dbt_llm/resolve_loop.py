@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import duckdb
 
 from dbt_llm import functions, sql
+from dbt_llm.block_cache import free_cached_blocks
 from dbt_llm.call import Call
 from dbt_llm.collector import MAX_SEEN, Collector, Mode, Resolution
 from dbt_llm.errors import (
@@ -134,6 +135,8 @@ class Settings:
     """Knows which stores have every key once."""
     cancelled: threading.Event = field(default_factory=threading.Event)
     """Set when the user interrupts."""
+    alone: Callable[[], bool] = lambda: False
+    """Tells whether nothing else uses the database just now."""
     warn: Callable[[str], None] = lambda _: None
     """Takes what a person should know about the query."""
 
@@ -412,6 +415,8 @@ class _Loop:
         from dbt_llm.lengths import near_history
         from dbt_llm.spool import prepare_requests
 
+        if self._settings.alone():
+            free_cached_blocks(self._cursor)
         limit = self._settings.limit
         if limit is not None:
             limit = max(0, limit - sum(file.rows for file in self._asked))

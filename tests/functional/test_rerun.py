@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from dbt_llm import plugin, resolve_loop
 from tests.project import Project
 
 MODEL = "select id, llm_generate('About ' || body) as answer from {{ ref('posts') }}"
@@ -158,3 +160,25 @@ def test_store_of_parquet_files(project: Project) -> None:
     assert project.generations("count(*), count(distinct prompt_hash)") == [(20, 20)]
     assert not (project.store / "_delta_log").exists()
     assert wrong_rows(project) == []
+
+
+@pytest.mark.parametrize("models", [["answers"], ["answers", "others"]])
+def test_memory_is_freed_before_a_job_where_nothing_else_uses_the_database(
+    project: Project, monkeypatch: pytest.MonkeyPatch, models: list[str]
+) -> None:
+    freed: list[object] = []
+    monkeypatch.setattr(resolve_loop, "free_cached_blocks", freed.append)
+    is_alone, all_ask = plugin._is_alone, threading.Barrier(len(models), timeout=60)
+
+    def while_all_ask() -> bool:
+        all_ask.wait()
+        alone = is_alone()
+        all_ask.wait()
+        return alone
+
+    monkeypatch.setattr(plugin, "_is_alone", while_all_ask)
+    write_posts(project, {1: "one"})
+    for model in models:
+        project.model(model, MODEL.replace("About", model))
+    assert project.dbt("run").success
+    assert len(freed) == (1 if models == ["answers"] else 0)
