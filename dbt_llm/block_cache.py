@@ -26,8 +26,8 @@ def free_cached_blocks(cursor: Any) -> None:
     the disk. A query that runs meanwhile could run into it, so nothing else should.
     """
     used, cached = cursor.execute(
-        "select coalesce(sum(memory_usage_bytes), 0), coalesce(sum(memory_usage_bytes) filter "
-        "(tag in ('BASE_TABLE', 'EXTERNAL_FILE_CACHE')), 0) from duckdb_memory()"
+        "select sum(memory_usage_bytes), sum(if(tag in ('BASE_TABLE', 'EXTERNAL_FILE_CACHE'), "
+        "memory_usage_bytes, 0)) from duckdb_memory()"
     ).fetchone()
     if cached < _WORTHWHILE_BYTES:
         return
@@ -35,7 +35,7 @@ def free_cached_blocks(cursor: Any) -> None:
     try:
         # What cannot be dropped is in use.
         with contextlib.suppress(duckdb.OutOfMemoryException):
-            cursor.execute(f"set memory_limit = '{int(used - cached + _SPARE_BYTES)}B'")
+            _set_memory_limit(cursor, f"{used - cached + _SPARE_BYTES}B")
     finally:
         _restore_memory_limit(cursor, limit)
 
@@ -49,4 +49,8 @@ def _restore_memory_limit(cursor: Any, limit: str) -> None:
     # time. (RESET changes what is shown and not the limit itself.)
     number, unit = limit.split()
     value = "-1" if unit == _NO_LIMIT else f"{float(number) + 0.05:.2f}{unit}"
+    _set_memory_limit(cursor, value)
+
+
+def _set_memory_limit(cursor: Any, value: str) -> None:
     cursor.execute(f"set memory_limit = {sql.literal(value)}")

@@ -384,7 +384,7 @@ def _thread_cursor() -> Any:
 
 def _is_alone() -> bool:
     """Tell whether this thread's connection is the only one that is open."""
-    return getattr(DuckDBConnectionManager.env(), "handle_count", 2) == 1
+    return getattr(DuckDBConnectionManager.env(), "handle_count", None) == 1
 
 
 def _asks_another_is_incremental(names: Iterable[str]) -> bool:
