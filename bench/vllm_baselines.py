@@ -6,15 +6,18 @@ answers the requests of a file once per line of its standard input, and prints a
 seconds and the tokens that it took. `Baseline` is the other end.
 """
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from dbt_llm.engine_vllm import (
     _sampling_parameters,
@@ -56,6 +59,13 @@ class Baseline:
         seconds, prompt_tokens, completion_tokens = json.loads(answer)
         return seconds, prompt_tokens, completion_tokens
 
+    def processes(self) -> list[psutil.Process]:
+        """Return the process and its descendants, if there is one."""
+        if self._process is None:
+            return []
+        process = psutil.Process(self._process.pid)
+        return [process, *process.children(recursive=True)]
+
     def close(self) -> None:
         """End the process; another run starts a new one."""
         if self._process is not None:
@@ -72,6 +82,22 @@ class Baseline:
                 stderr=log,
                 text=True,
             )
+
+
+@contextlib.contextmanager
+def paused(processes: Iterable[psutil.Process]) -> Iterator[None]:
+    """Stop processes for a while. vLLM's worker wakes up all the time while it has no request."""
+    stopped = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.suspend()
+            stopped.append(process)
+    try:
+        yield
+    finally:
+        for process in stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
 
 
 def chat(engine: dict[str, Any], requests: Requests) -> Callable[[], Taken]:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import pyarrow.parquet as pq
 
 from bench.figures import Figure, alternate, timed
-from bench.vllm_baselines import Baseline, Requests
+from bench.vllm_baselines import Baseline, Requests, paused
 from bench.with_replay import dbt_seconds
 from dbt_llm.chat_template import ChatTemplate
 from dbt_llm.job import run_job
@@ -40,7 +41,8 @@ def efficiency(rows: int, runs: int) -> Iterator[Figure]:
 
     Ours is the time of a dbt run less that of one that asks nothing, so that all that dbt-llm does
     is in it. `LLM.chat` gets the same requests in the same order, from a list in memory; what is
-    subtracted for `ray.data.llm` says `vllm_baselines`.
+    subtracted for `ray.data.llm` says `vllm_baselines`. While one side runs, all processes of the
+    other are stopped.
     """
     project = new_project({"enable_prefix_caching": False})
     body = "'Note ' || i || ' is about' || repeat(' one number and', i % 7 + 1) || ' another.'"
@@ -53,17 +55,19 @@ def efficiency(rows: int, runs: int) -> Iterator[Figure]:
     tokens = project.generations("sum(prompt_tokens), sum(completion_tokens)")[0]
     label = f"{rows:,} prompts, {tokens[1]:,} uneven tokens"
 
-    def ours() -> float:
-        shutil.rmtree(project.store)
-        return dbt_seconds(project, "answers")
-
+    engine_and_ray = psutil.Process().children(recursive=True)
     try:
-        # One at a time: even a baseline that does nothing has processes which want the cores.
         for name, target in (("chat", "≥ 0.97"), ("ray_data", "> 1")):
             baseline = Baseline(name, seen.spec.engine, seen.requests, project.folder)
 
+            def ours(baseline: Baseline = baseline) -> float:
+                shutil.rmtree(project.store)
+                with paused(baseline.processes()):
+                    return dbt_seconds(project, "answers")
+
             def theirs(name: str = name, baseline: Baseline = baseline) -> float:
-                seconds, *taken = baseline.run()
+                with paused(engine_and_ray):
+                    seconds, *taken = baseline.run()
                 if name == "ray_data":
                     # It starts an engine for each run in any case, and its Ray would go on.
                     baseline.close()

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from dbt_llm.store import Snapshot, Store
     from dbt_llm.unique_keys import UniqueKeys
 
+_FEW_FILES = 16
+"""So many are read by their names: to load the Delta extension would take longer."""
+
 # Of several generations of one key, a good one counts before a failed one, then the newest.
 BEST_FIRST = "partition by call_hash, prompt_hash order by status = 'ok' desc, created_at desc"
 """The window in which the first row of a key is the one that counts."""
@@ -106,7 +109,7 @@ def _select_answers(
 def read_newest(cursor: Any, store: "Store", scan: bool = True) -> "tuple[Snapshot, str | None]":
     """Return the newest state of the store, and what reads it; None while it is empty.
 
-    `scan`: by the Delta extension, where that is at hand.
+    `scan`: by the Delta extension, where that is at hand and there are many files.
     """
     snapshot = store.snapshot()
     root, itself = None, True
@@ -117,7 +120,8 @@ def read_newest(cursor: Any, store: "Store", scan: bool = True) -> "tuple[Snapsh
     if not snapshot.files:
         return snapshot, None
     # Loading the extension takes a fifth of a second, so only who needs it pays for it.
-    is_delta = scan and snapshot.version is not None and itself
+    many = len(snapshot.files) > _FEW_FILES
+    is_delta = scan and many and snapshot.version is not None and itself
     return snapshot, store.relation(snapshot, is_delta and load_delta_extension(cursor), root)
 
 

@@ -7,6 +7,7 @@ import duckdb
 import pyarrow.parquet as pq
 import pytest
 
+from dbt_llm import lookup
 from dbt_llm.config import StoreConfig
 from dbt_llm.delta_extension import load_delta_extension
 from dbt_llm.errors import ConfigError, StoreError
@@ -64,6 +65,26 @@ def test_creating_again_keeps_what_is_there(store):
     store.commit([write_part(store.folder, ["a"], good)])
     store.create()
     assert prompts(store) == ["a"]
+
+
+def test_a_delta_store_of_few_files_is_read_without_the_extension(tmp_path, monkeypatch):
+    loaded = []
+
+    def load(connection):
+        loaded.append(load_delta_extension(connection))
+        return loaded[-1]
+
+    monkeypatch.setattr(lookup, "load_delta_extension", load)
+    monkeypatch.setattr(lookup, "_FEW_FILES", 2)
+    store = created(tmp_path / "lake", "delta")
+    with duckdb.connect() as connection:
+        for rows, prompt in enumerate(["a", "b", "c"], start=1):
+            store.commit([write_part(store.folder, [prompt], good)])
+            _, relation = lookup.read_newest(connection, store)
+            assert len(loaded) == (rows == 3)
+            assert ("delta_scan" in relation) is any(loaded)
+            found = connection.execute(f"select prompt from {relation}").fetchall()
+            assert sorted(found) == [("a",), ("b",), ("c",)][:rows]
 
 
 def test_a_committed_part_is_read(store):
