@@ -88,11 +88,11 @@ class Baseline:
 def paused(processes: Iterable[psutil.Process]) -> Iterator[None]:
     """Stop processes for a while. vLLM's worker wakes up all the time while it has no request."""
     stopped = []
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.suspend()
-            stopped.append(process)
     try:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+                stopped.append(process)
         yield
     finally:
         for process in stopped:
