@@ -5,13 +5,17 @@ points it at a state of the store, with one row for each key.
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import duckdb
 
 from dbt_llm import functions, sql
 from dbt_llm.credentials import is_url
 from dbt_llm.delta_extension import load_delta_extension
 from dbt_llm.object_scan import make_readable, reads_itself
 from dbt_llm.schema import LASTING_ERRORS
+from dbt_llm.store import file_of
 
 if TYPE_CHECKING:
     from dbt_llm.store import Snapshot, Store
@@ -28,15 +32,20 @@ BEST_FIRST = "partition by call_hash, prompt_hash order by status = 'ok' desc, c
 def show_store(cursor: Any, store: "Store") -> None:
     """Point a cursor's generations view at the newest state of the store.
 
-    It shows good rows and errors that last. Nothing is read until the view is used.
+    It shows good rows and errors that last. Nothing is read until the view is used. Files that the
+    log names and somebody removed are left out where a query could not be planned over them: the
+    next build says that they are gone and asks for what they held, and has to come that far.
     """
     # Every connection comes here, and few use the view. To bind a scan of a Delta table reads its
     # log, of an object store request by request; the list of its files is known already.
-    scan = not is_url(str(store.files))
-    _, select = _select_answers(cursor, store, lasting(), scan)
-    if select is not None:
-        select = f"{select} qualify row_number() over ({BEST_FIRST}) = 1"
-    _create_view(cursor, select)
+    local = not is_url(str(store.files))
+    try:
+        _, select = _select_answers(cursor, store, lasting(), scan=local, there=local)
+        _create_view(cursor, _one_of_each(select))
+    except duckdb.Error:
+        # DuckDB looks for the first object of a list.
+        _, select = _select_answers(cursor, store, lasting(), scan=False, there=True)
+        _create_view(cursor, _one_of_each(select))
 
 
 def show_answers(
@@ -91,9 +100,9 @@ def read_table(cursor: Any, table: "Store", schema: Any) -> str:
 
 
 def _select_answers(
-    cursor: Any, store: "Store", visible: str, scan: bool = True
+    cursor: Any, store: "Store", visible: str, scan: bool = True, there: bool = False
 ) -> "tuple[Snapshot, str | None]":
-    snapshot, relation = read_newest(cursor, store, scan)
+    snapshot, relation = read_newest(cursor, store, scan, there)
     if relation is None:
         return snapshot, None
     # What a failed row holds is kept in the store, but it is no answer.
@@ -106,10 +115,13 @@ def _select_answers(
     return snapshot, f"select {columns} from {relation} where ({visible})"
 
 
-def read_newest(cursor: Any, store: "Store", scan: bool = True) -> "tuple[Snapshot, str | None]":
+def read_newest(
+    cursor: Any, store: "Store", scan: bool = True, there: bool = False
+) -> "tuple[Snapshot, str | None]":
     """Return the newest state of the store, and what reads it; None while it is empty.
 
-    `scan`: by the Delta extension, where that is at hand and there are many files.
+    `scan`: by the Delta extension, where that is at hand and there are many files. `there`: of
+    files that are read by their names, only those that are there.
     """
     snapshot = store.snapshot()
     root, itself = None, True
@@ -117,11 +129,22 @@ def read_newest(cursor: Any, store: "Store", scan: bool = True) -> "tuple[Snapsh
         # Also of an empty one: it may be read in the transaction that begins next.
         root = make_readable(cursor, store.files)
         itself = reads_itself(root)
-    if not snapshot.files:
-        return snapshot, None
     many = len(snapshot.files) > _FEW_FILES
     is_delta = scan and many and snapshot.version is not None and itself
-    return snapshot, store.relation(snapshot, is_delta and load_delta_extension(cursor), root)
+    by_extension = is_delta and load_delta_extension(cursor)
+    if there and not by_extension:
+        snapshot = _only_there(store, snapshot)
+    return snapshot, store.relation(snapshot, by_extension, root)
+
+
+def _only_there(store: "Store", snapshot: "Snapshot") -> "Snapshot":
+    lost = set(store.files.missing(map(file_of, snapshot.files)))
+    files = tuple(file for file in snapshot.files if file_of(file) not in lost)
+    return replace(snapshot, files=files, rows=None) if lost else snapshot
+
+
+def _one_of_each(select: str | None) -> str | None:
+    return select and f"{select} qualify row_number() over ({BEST_FIRST}) = 1"
 
 
 def _create_view(cursor: Any, select: str | None) -> None:

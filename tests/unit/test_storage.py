@@ -15,7 +15,7 @@ from dbt_llm import object_scan, part_writer
 from dbt_llm.config import StoreConfig, load_config
 from dbt_llm.credentials import storage_options, without_secrets
 from dbt_llm.errors import ConfigError, StoreError
-from dbt_llm.lookup import read_newest, read_table
+from dbt_llm.lookup import read_newest, read_table, show_store
 from dbt_llm.part_writer import PartWriter, read_part
 from dbt_llm.parts import parts_of_run
 from dbt_llm.run_log import RunLog
@@ -374,6 +374,17 @@ def test_a_file_that_somebody_removed_is_forgotten(url, server):
     server.delete(urlsplit(parts[1].path).path.lstrip("/"))
     assert (store.forget_lost(), store.forget_lost()) == (1, 0)
     assert prompts(store) == ["a", "c"]
+
+
+def test_queries_outside_of_builds_do_without_the_first_file(url, server):
+    store = created(url, server)
+    store.commit([write_part(store.files, [prompt], good) for prompt in ("a", "b", "c")])
+    # Of a list of objects, DuckDB looks for the first one.
+    server.delete(urlsplit(store.snapshot().files[0]).path.lstrip("/"))
+    with duckdb.connect() as connection:
+        show_store(connection, store)
+        shown = connection.execute("select count(*) from dbt_llm_generations")
+        assert shown.fetchone() == (2,)
 
 
 def test_a_part_that_is_gone_or_cut_is_not_committed(url, server):

@@ -87,6 +87,19 @@ def test_a_delta_store_of_few_files_is_read_without_the_extension(tmp_path, monk
             assert sorted(found) == [("a",), ("b",), ("c",)][:rows]
 
 
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_queries_outside_of_builds_do_without_the_file_that_is_gone(tmp_path, lost):
+    store = created(tmp_path / "lake", "delta")
+    store.commit([write_part(store.folder, [prompt], good) for prompt in ("a", "b", "c")])
+    Path(store.snapshot().files[lost]).unlink()
+    with duckdb.connect() as connection:
+        lookup.show_store(connection, store)
+        shown = connection.execute("select count(*) from dbt_llm_generations")
+        assert shown.fetchone() == (2,)
+    # It stays in the log: the next build says that it is gone.
+    assert len(store.snapshot().files) == 3
+
+
 def test_a_committed_part_is_read(store):
     store.commit([])
     store.commit([write_part(store.folder, ["a", "b"], good)])
