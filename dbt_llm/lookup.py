@@ -55,6 +55,7 @@ def show_answers(
     calls: Collection[str],
     unique_keys: "UniqueKeys | None" = None,
     look: bool = False,
+    there: bool = False,
 ) -> "Snapshot":
     """Do the same for a build: with rows that `visible` (a SQL condition) lets through, and fast.
 
@@ -62,9 +63,9 @@ def show_answers(
     more than once are grouped, and as a rule there are none. `calls` has the hashes of the build's
     calls; the other calls of the store are not looked at. `unique_keys` knows of stores that were
     looked at before; `visible` must let through all lasting rows, and where it shows others that
-    are in the store, `look` must be true.
+    are in the store, `look` must be true. `there`: do without files that somebody removed.
     """
-    snapshot, select = _select_answers(cursor, store, visible)
+    snapshot, select = _select_answers(cursor, store, visible, not there, there)
     known = unique_keys is not None and not look and unique_keys.hold(snapshot.files, calls)
     if select is not None and not known:
         own = f"call_hash in ({', '.join(map(sql.literal, calls))})"
@@ -89,8 +90,11 @@ def newest_us(cursor: Any, store: "Store") -> int:
 
 
 def read_table(cursor: Any, table: "Store", schema: Any) -> str:
-    """Return a SQL expression for FROM that reads a table as it is now; `schema` is Arrow's."""
-    _, relation = read_newest(cursor, table)
+    """Return a SQL expression for FROM that reads a table as it is now; `schema` is Arrow's.
+
+    It does without files that somebody removed.
+    """
+    _, relation = read_newest(cursor, table, scan=False, there=True)
     if relation is None:
         empty = cursor.from_arrow(schema.empty_table())
         types = zip(empty.columns, empty.types, strict=True)

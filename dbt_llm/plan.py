@@ -182,6 +182,8 @@ class _Planner:
                 session.store,
                 "false" if self._refresh else lasting(),
                 resolution.calls,
+                # A run asks again for what somebody removed.
+                there=True,
             )
             cursor.execute(f"set variable {functions.COUNT_VARIABLE} = true")
             cursor.execute(fastest(cursor, build).statement).fetchall()

@@ -88,6 +88,25 @@ def test_a_plan_asks_nothing_and_the_run_asks_what_it_says(project: Project) -> 
     assert call["seconds"] > 0
 
 
+@pytest.mark.parametrize("few", [0, 16])
+def test_what_somebody_removed_is_planned_and_asked_again(
+    project: Project, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With the Delta extension and without.
+    monkeypatch.setattr("dbt_llm.lookup._FEW_FILES", few)
+    project.config["store"]["compact"] = False
+    project.model("words", "select 'word ' || i as w from range({{ var('rows') }}) t(i)")
+    project.model("answers", "select llm_generate(w) as a from {{ ref('words') }}")
+    for rows in (2, 3, 4):
+        assert project.dbt("run", "--vars", f"{{rows: {rows}}}").success
+    _, file, _ = sorted(project.store.glob("*.parquet"))
+    file.unlink()
+    rows = ("--vars", "{rows: 4}")
+    assert numbers(plan(project, *rows)["answers"]) == [("default", 3, 1)]
+    outcome = project.dbt("run", *rows)
+    assert outcome.summary("answers").startswith("4 prompts, 3 stored, 1 generated")
+
+
 def test_a_prompt_of_two_models_is_asked_and_planned_once(project: Project) -> None:
     project.model("more", "select llm_generate(w) as a from {{ ref('words') }} where i < 70")
     assert project.dbt("run", "--select", "words").success
