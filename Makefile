@@ -4,8 +4,9 @@ PYTHON ?= python3
 PY := $(VENV)/bin/python
 WEIGHTS := example_project/weights/SmolLM2-135M-Instruct
 DUCKDB2 := $(VENV)/duckdb-2
-# What is sent to endpoints and shown on a terminal does not depend on the version of DuckDB, so these run once.
-RUN_ONCE := *test_endpoint* *test_engine_* *test_throttle* *test_terminal* *test_command_line* *test_doctor*
+# What is sent to endpoints, spent, logged and shown does not depend on the version of DuckDB, so these run once.
+RUN_ONCE := *test_endpoint* *test_engine_* *test_throttle* *test_terminal* *test_command_line* *test_doctor* \
+	*test_budget* *test_run_log* *test_report*
 
 .PHONY: demo test test-fast faults check format bench install weights clean
 
@@ -15,7 +16,8 @@ demo: install weights  ## Run the example project against a real LLM, twice.
 test: install weights $(DUCKDB2)  ## All tests; the functional ones on DuckDB 1.5 and on 2.0.
 	$(PY) -m pytest -n 2 tests/unit tests/functional
 	PYTHONPATH=$(abspath $(DUCKDB2)) $(PY) -m pytest -n 2 tests/unit tests/functional $(RUN_ONCE:%=--ignore-glob=%)
-	$(PY) -m pytest tests/faults tests/e2e
+	$(PY) -m pytest -n 2 --dist loadfile tests/faults
+	$(PY) -m pytest tests/e2e
 
 faults: install weights  ## The long fault campaign: 100 kills, and what takes gigabytes. An hour.
 	$(PY) -m tests.faults.campaign
