@@ -349,6 +349,7 @@ class _Loop:
             self._resolution.calls,
             None if refresh else self._settings.unique_keys,
             look=bool(self._asked),
+            there=self._settings.mode is not Mode.GENERATE,
         )
         self._history = snapshot.files
         self._counting = snapshot.rows is not None and snapshot.rows <= _COUNT_UP_TO_ROWS

@@ -97,14 +97,16 @@ def test_what_somebody_removed_is_planned_and_asked_again(
     project.config["store"]["compact"] = False
     project.model("words", "select 'word ' || i as w from range({{ var('rows') }}) t(i)")
     project.model("answers", "select llm_generate(w) as a from {{ ref('words') }}")
-    for rows in (2, 3, 4):
+    for rows in (1, 2, 3):
         assert project.dbt("run", "--vars", f"{{rows: {rows}}}").success
     _, file, _ = sorted(project.store.glob("*.parquet"))
     file.unlink()
-    rows = ("--vars", "{rows: 4}")
-    assert numbers(plan(project, *rows)["answers"]) == [("default", 3, 1)]
+    rows = ("--vars", "{rows: 3}")
+    assert numbers(plan(project, *rows)["answers"]) == [("default", 2, 1)]
+    assert project.dbt("run", "--vars", "{rows: 3, llm_mode: 'null'}").success
+    assert project.query("select count(*), count(a) from answers") == [(3, 2)]
     outcome = project.dbt("run", *rows)
-    assert outcome.summary("answers").startswith("4 prompts, 3 stored, 1 generated")
+    assert outcome.summary("answers").startswith("3 prompts, 2 stored, 1 generated")
 
 
 def test_a_prompt_of_two_models_is_asked_and_planned_once(project: Project) -> None:
