@@ -37,6 +37,10 @@ _AT_ONCE = 16
 NOT_IN_DELTA_PATHS = re.compile(r"%[0-9A-Fa-f]{2}|[\\\x00-\x1f\x7f]")
 
 
+# With any other one, the data files by themselves do not tell which rows there are.
+_READER_FEATURES = {"timestampNtz", "v2Checkpoint", "vacuumProtocolCheck"}
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """One consistent state of the store."""
@@ -397,15 +401,28 @@ class DeltaStore:
         if self._table is not None:
             try:
                 self._table.update_incremental()
-                return self._table
             except (DeltaError, OSError):
                 # Another table lies there now: open that one.
                 self._table = None
-        try:
-            self._table = DeltaTable(str(self.files), storage_options=self._options)
-        except (DeltaError, OSError) as error:
-            raise self._failure("cannot be read", error) from error
+        if self._table is None:
+            try:
+                self._table = DeltaTable(str(self.files), storage_options=self._options)
+            except (DeltaError, OSError) as error:
+                raise self._failure("cannot be read", error) from error
+        self._check_features(self._table.protocol())
         return self._table
+
+    def _check_features(self, protocol: Any) -> None:
+        used = sorted(set(protocol.reader_features or ()) - _READER_FEATURES)
+        # Before features had names, the second version stood for column mapping.
+        if protocol.reader_features is None and protocol.min_reader_version > 1:
+            used = ["columnMapping"]
+        if used:
+            raise StoreError(
+                f"The generation store {self.files} uses {', '.join(used)}, so its files alone do "
+                "not tell which answers there are. Another program has turned it on. Turn it off "
+                "(in Spark: ALTER TABLE ... DROP FEATURE), or set store.path to another folder."
+            )
 
     @property
     def _options(self) -> dict[str, str] | None:

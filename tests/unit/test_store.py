@@ -1,3 +1,4 @@
+import json
 import os
 import shutil
 import threading
@@ -85,6 +86,25 @@ def test_a_delta_store_of_few_files_is_read_without_the_extension(tmp_path, monk
             assert ("delta_scan" in relation) is any(loaded)
             found = connection.execute(f"select prompt from {relation}").fetchall()
             assert sorted(found) == [("a",), ("b",), ("c",)][:rows]
+
+
+@pytest.mark.parametrize(
+    ("feature", "protocol"),
+    [
+        (name, {"minReaderVersion": 3, "readerFeatures": [name], "writerFeatures": [name]})
+        for name in ("deletionVectors", "columnMapping")
+    ]
+    + [("columnMapping", {"minReaderVersion": 2})],
+)
+def test_a_store_whose_files_do_not_tell_its_rows_is_refused(tmp_path, feature, protocol):
+    store = created(tmp_path / "lake", "delta")
+    store.commit([write_part(store.folder, ["a"], good)])
+    writer = 7 if "writerFeatures" in protocol else 5
+    log = store.folder / "_delta_log" / f"{2:020d}.json"
+    log.write_text(json.dumps({"protocol": protocol | {"minWriterVersion": writer}}))
+    for one in (store, store_in(tmp_path / "lake", "delta")):
+        with pytest.raises(StoreError, match=f"uses {feature}, so its files alone do not tell"):
+            one.snapshot()
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
