@@ -83,7 +83,7 @@ def show_answers(
 
 def newest_us(cursor: Any, store: "Store") -> int:
     """Return when the newest generation of the store was made, in µs since 1970; 0 for none."""
-    _, relation = read_newest(cursor, store)
+    _, relation = read_newest(cursor, store, scan=False, there=True)
     if relation is None:
         return 0
     return int(sql.scalar(cursor, f"select epoch_us(max(created_at)) from {relation}") or 0)

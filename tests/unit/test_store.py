@@ -116,6 +116,7 @@ def test_queries_outside_of_builds_do_without_the_file_that_is_gone(tmp_path, lo
         lookup.show_store(connection, store)
         shown = connection.execute("select count(*) from dbt_llm_generations")
         assert shown.fetchone() == (2,)
+        assert lookup.newest_us(connection, store) > 0
     # It stays in the log: the next build says that it is gone.
     assert len(store.snapshot().files) == 3
 
