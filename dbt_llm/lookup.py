@@ -15,10 +15,9 @@ from dbt_llm.credentials import is_url
 from dbt_llm.delta_extension import load_delta_extension
 from dbt_llm.object_scan import make_readable, reads_itself
 from dbt_llm.schema import LASTING_ERRORS
-from dbt_llm.store import file_of
+from dbt_llm.store import Snapshot, Store, file_of
 
 if TYPE_CHECKING:
-    from dbt_llm.store import Snapshot, Store
     from dbt_llm.unique_keys import UniqueKeys
 
 _FEW_FILES = 16
@@ -29,7 +28,7 @@ BEST_FIRST = "partition by call_hash, prompt_hash order by status = 'ok' desc, c
 """The window in which the first row of a key is the one that counts."""
 
 
-def show_store(cursor: Any, store: "Store") -> None:
+def show_store(cursor: Any, store: Store) -> None:
     """Point a cursor's generations view at the newest state of the store.
 
     It shows good rows and errors that last. Nothing is read until the view is used. Files that the
@@ -40,23 +39,28 @@ def show_store(cursor: Any, store: "Store") -> None:
     # log, of an object store request by request; the list of its files is known already.
     local = not is_url(str(store.files))
     try:
-        _, select = _select_answers(cursor, store, lasting(), scan=local, there=local)
-        _create_view(cursor, _one_of_each(select))
+        _show_store(cursor, store, scan=local, there=local)
     except duckdb.Error:
         # DuckDB looks for the first object of a list.
-        _, select = _select_answers(cursor, store, lasting(), scan=False, there=True)
-        _create_view(cursor, _one_of_each(select))
+        _show_store(cursor, store, scan=False, there=True)
+
+
+def _show_store(cursor: Any, store: Store, scan: bool, there: bool) -> None:
+    _, select = _select_answers(cursor, store, lasting(), scan, there)
+    if select is not None:
+        select = f"{select} qualify row_number() over ({BEST_FIRST}) = 1"
+    _create_view(cursor, select)
 
 
 def show_answers(
     cursor: Any,
-    store: "Store",
+    store: Store,
     visible: str,
     calls: Collection[str],
     unique_keys: "UniqueKeys | None" = None,
     look: bool = False,
     there: bool = False,
-) -> "Snapshot":
+) -> Snapshot:
     """Do the same for a build: with rows that `visible` (a SQL condition) lets through, and fast.
 
     Grouping a whole store by key would take longer than the lookups, so only the keys that occur
@@ -81,7 +85,7 @@ def show_answers(
     return snapshot
 
 
-def newest_us(cursor: Any, store: "Store") -> int:
+def newest_us(cursor: Any, store: Store) -> int:
     """Return when the newest generation of the store was made, in µs since 1970; 0 for none."""
     _, relation = read_newest(cursor, store, scan=False, there=True)
     if relation is None:
@@ -89,7 +93,7 @@ def newest_us(cursor: Any, store: "Store") -> int:
     return int(sql.scalar(cursor, f"select epoch_us(max(created_at)) from {relation}") or 0)
 
 
-def read_table(cursor: Any, table: "Store", schema: Any) -> str:
+def read_table(cursor: Any, table: Store, schema: Any) -> str:
     """Return a SQL expression for FROM that reads a table as it is now; `schema` is Arrow's.
 
     It does without files that somebody removed.
@@ -104,8 +108,8 @@ def read_table(cursor: Any, table: "Store", schema: Any) -> str:
 
 
 def _select_answers(
-    cursor: Any, store: "Store", visible: str, scan: bool = True, there: bool = False
-) -> "tuple[Snapshot, str | None]":
+    cursor: Any, store: Store, visible: str, scan: bool = True, there: bool = False
+) -> tuple[Snapshot, str | None]:
     snapshot, relation = read_newest(cursor, store, scan, there)
     if relation is None:
         return snapshot, None
@@ -120,8 +124,8 @@ def _select_answers(
 
 
 def read_newest(
-    cursor: Any, store: "Store", scan: bool = True, there: bool = False
-) -> "tuple[Snapshot, str | None]":
+    cursor: Any, store: Store, scan: bool = True, there: bool = False
+) -> tuple[Snapshot, str | None]:
     """Return the newest state of the store, and what reads it; None while it is empty.
 
     `scan`: by the Delta extension, where that is at hand and there are many files. `there`: of
@@ -133,22 +137,19 @@ def read_newest(
         # Also of an empty one: it may be read in the transaction that begins next.
         root = make_readable(cursor, store.files)
         itself = reads_itself(root)
+    is_delta = snapshot.version is not None
     many = len(snapshot.files) > _FEW_FILES
-    is_delta = scan and many and snapshot.version is not None and itself
-    by_extension = is_delta and load_delta_extension(cursor)
-    if there and not by_extension:
+    by_extension = is_delta and scan and many and itself and load_delta_extension(cursor)
+    # What a Parquet store names has just been listed.
+    if is_delta and there and not by_extension:
         snapshot = _only_there(store, snapshot)
     return snapshot, store.relation(snapshot, by_extension, root)
 
 
-def _only_there(store: "Store", snapshot: "Snapshot") -> "Snapshot":
+def _only_there(store: Store, snapshot: Snapshot) -> Snapshot:
     lost = set(store.files.missing(map(file_of, snapshot.files)))
     files = tuple(file for file in snapshot.files if file_of(file) not in lost)
     return replace(snapshot, files=files, rows=None) if lost else snapshot
-
-
-def _one_of_each(select: str | None) -> str | None:
-    return select and f"{select} qualify row_number() over ({BEST_FIRST}) = 1"
 
 
 def _create_view(cursor: Any, select: str | None) -> None:

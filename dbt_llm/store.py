@@ -33,12 +33,10 @@ _FEW_ROWS = 10_000
 # After so long a compaction is over, and its commit in the log.
 _SETTLED_S = 3600
 _AT_ONCE = 16
-# delta-rs reads a path as a URL once too often, and takes a backslash for a slash.
-NOT_IN_DELTA_PATHS = re.compile(r"%[0-9A-Fa-f]{2}|[\\\x00-\x1f\x7f]")
-
-
 # With any other one, the data files by themselves do not tell which rows there are.
 _READER_FEATURES = {"timestampNtz", "v2Checkpoint", "vacuumProtocolCheck"}
+# delta-rs reads a path as a URL once too often, and takes a backslash for a slash.
+NOT_IN_DELTA_PATHS = re.compile(r"%[0-9A-Fa-f]{2}|[\\\x00-\x1f\x7f]")
 
 
 @dataclass(frozen=True)
